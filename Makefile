@@ -1,0 +1,31 @@
+# make search   set up, then search the bundled miniature: 200 trials (TRIALS=20 for fewer)
+# make test     set up, then run lint, types and every test
+# make setup    the shared part alone: .venv with what the CPU path needs
+
+PYTHON ?= python3
+TRIALS ?= 200
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: search test setup lint clean
+
+search: setup
+	$(PY) -m search.run --trials $(TRIALS)
+
+test: setup lint
+	$(PY) -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.sh
+	PYTHON=$(PYTHON) sh setup.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV)

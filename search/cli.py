@@ -1,0 +1,56 @@
+"""What the commands share: finding the study, and turning errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from search.errors import SearchError, UsageError
+
+DEFAULT_STUDY = "miniature"
+PACKAGE = Path(__file__).resolve().parent
+STUDY_FOLDERS = (PACKAGE.parent / "studies", PACKAGE / "studies")  # a checkout, an installed wheel
+
+
+def add_study_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--study` and `--storage`, alike in every command."""
+    parser.add_argument("--study", metavar="NAME|PATH", help="a bundled study, a study file or its folder")
+    parser.add_argument("--storage", metavar="URL", help="study database (default sqlite:///study.db)")
+
+
+def find_study(name: str | None) -> tuple[Path, str]:
+    """The study file, and in a few words why it is this one.
+
+    Raises:
+        UsageError: there is no such study.
+    """
+    why = "as asked" if name else "the bundled one, as no --study was given"
+    name = name or DEFAULT_STUDY
+    folders = [Path(name), *(folder / name for folder in STUDY_FOLDERS)]
+    for path in folders:
+        file = path / "study.yaml" if path.is_dir() else path
+        if file.is_file():
+            return file, why
+    bundled = sorted({p.parent.name for folder in STUDY_FOLDERS for p in folder.glob("*/study.yaml")})
+    raise UsageError(f"There is no study {name!r}: no such file or folder; bundled are {', '.join(bundled)}.")
+
+
+def fail(what: str) -> NoReturn:
+    """Refuse an argument."""
+    raise UsageError(what)
+
+
+@contextmanager
+def set_up_errors(debug: bool) -> Iterator[None]:
+    """Print a `SearchError` as its sentence and exit with its code; with `debug`, let it through."""
+    try:
+        yield
+    except SearchError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,1 @@
+"""What is measured, and the child process that measures it."""

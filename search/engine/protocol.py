@@ -1,0 +1,145 @@
+"""The messages between the search (parent) and a worker (child): one JSON line each.
+
+The parent sends a request and reads exactly one reply. `Failed` may answer any request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+KnobValue = int | float | str
+Setting = dict[str, KnobValue]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages; on the wire the field `type` carries the class name."""
+
+
+# Requests -------------------------------------------------------------------------------------------------
+
+
+class Load(Message, frozen=True):
+    """Build an engine that can take every value of the live knobs.
+
+    `limits` holds the largest value each live knob may take; `build` the values of the build knobs.
+    """
+
+    model: str
+    drafter: str | None
+    args: dict[str, Any]
+    limits: Setting
+    build: Setting = {}
+    seed: int = 0
+
+
+class Apply(Message, frozen=True):
+    """Put the live knobs to `setting`; `probe` is decoded so that the effective values can be counted."""
+
+    setting: Setting
+    probe: list[int]
+    probe_tokens: int
+
+
+class Score(Message, frozen=True):
+    """Score `target` after `context` (token ids)."""
+
+    record: str
+    context: list[int]
+    target: list[int]
+
+
+class Decode(Message, frozen=True):
+    """Decode exactly `max_tokens` greedy tokens after `prompt` (token ids), alone on the engine."""
+
+    prompt_id: str
+    prompt: list[int]
+    max_tokens: int
+
+
+# Replies --------------------------------------------------------------------------------------------------
+
+
+class Loaded(Message, frozen=True):
+    """The engine stands. `native` is what the model itself declares for each knob."""
+
+    native: Setting
+    model_hash: str
+    drafter_hash: str | None
+    build_hash: str
+    environment: dict[str, Any]
+    start_s: float
+
+
+class Applied(Message, frozen=True):
+    """The setting as read back from the layers, modules and counters that act."""
+
+    effective: Setting
+    apply_s: float
+
+
+class Scored(Message, frozen=True):
+    """Negative log-likelihood (nats) summed over the record's target tokens."""
+
+    record: str
+    nll: float
+    tokens: int
+    score_s: float
+
+
+class Decoded(Message, frozen=True):
+    """One timed prompt. `latency_s` is wall time from submission to the last token, prefill included.
+
+    `drafts` counts verify steps that carried drafts, `draft_tokens` the tokens drafted in them, and
+    `accepted_per_pos[i]` how often the draft at position i was accepted.
+    """
+
+    prompt_id: str
+    tokens: int
+    latency_s: float
+    output_hash: str
+    drafts: int
+    draft_tokens: int
+    accepted_per_pos: list[int]
+
+
+class Failed(Message, frozen=True):
+    """The request could not be carried out: `kind` is one of FAILURE_KINDS, `reason` one sentence."""
+
+    kind: str
+    reason: str
+
+
+FAILURE_KINDS = ("bad-setting", "out-of-memory", "mismatch", "impossible-figure", "crash", "hang")
+
+
+class EngineError(Exception):
+    """An engine's refusal or failure; `kind` is one of FAILURE_KINDS."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+Request = Load | Apply | Score | Decode
+Reply = Loaded | Applied | Scored | Decoded | Failed
+
+_encoder = msgspec.json.Encoder()
+_request_decoder = msgspec.json.Decoder(Request)
+_reply_decoder = msgspec.json.Decoder(Reply)
+
+
+def encode(message: Message) -> bytes:
+    """One message as one line."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_request(line: bytes) -> Request:
+    """The request in `line`; raises msgspec.ValidationError if it is none."""
+    return _request_decoder.decode(line)
+
+
+def decode_reply(line: bytes) -> Reply:
+    """The reply in `line`; raises msgspec.ValidationError if it is none."""
+    return _reply_decoder.decode(line)

@@ -1,0 +1,220 @@
+"""A real vLLM in this process: one engine, all live knobs changed in place (see `live`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# Scheduler, worker and model in this process, so that the places the knobs act on can be reached.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.version import __version__ as vllm_version
+
+from kernels.plugin import active_patches
+from search.engine.live import DRAFTS, TOP_K, WINDOW, LiveKnobs
+from search.engine.protocol import (
+    Applied,
+    Apply,
+    Decode,
+    Decoded,
+    EngineError,
+    Load,
+    Loaded,
+    Score,
+    Scored,
+    Setting,
+)
+from search.modelfiles import file_hash, hf_overrides, model_folder, read_config, text_config
+
+# What a measurement rests on; the study file cannot change them.
+FIXED_ARGS: dict[str, Any] = {
+    "distributed_executor_backend": "uni",
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+}
+
+
+class VllmEngine:
+    """One vLLM engine, decoding one stream."""
+
+    def load(self, request: Load) -> Loaded:
+        """Build the engine with the largest window and K that will be asked for."""
+        started = time.perf_counter()
+        _check_args(request.args)
+        target = model_folder(request.model)
+        config = text_config(read_config(target))
+        native: Setting = {DRAFTS: 0}
+        if config.get("sliding_window"):
+            native[WINDOW] = int(config["sliding_window"])
+        args = {**request.args, **FIXED_ARGS, "model": str(target), "seed": request.seed}
+        window_limit = int(request.limits.get(WINDOW, 0))
+        if window_limit > int(native.get(WINDOW, 0)):
+            args["hf_overrides"] = hf_overrides(read_config(target), window_limit)
+        drafter = None
+        if request.drafter and int(request.limits.get(DRAFTS, 0)) > 0:
+            drafter = model_folder(request.drafter)
+            drafter_config = read_config(drafter)
+            if drafter_config.get("use_ordered_embeddings"):
+                native[TOP_K] = int(drafter_config["centroid_intermediate_top_k"])
+            args["speculative_config"] = {
+                "model": str(drafter),
+                "num_speculative_tokens": int(request.limits[DRAFTS]),
+            }
+        self._llm = LLM(**args)
+        self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
+        gc.collect()
+        gc.freeze()  # collections during a timed prompt have less to walk
+        return Loaded(
+            native=native,
+            model_hash=file_hash(target),
+            drafter_hash=file_hash(drafter) if drafter else None,
+            build_hash=_digest(
+                [vllm_version, str(torch.__version__), _processor(), sorted(active_patches), request.args]
+            ),
+            environment=_environment(),
+            start_s=time.perf_counter() - started,
+        )
+
+    def apply(self, request: Apply) -> Applied:
+        """Change the knobs, read them back; K is counted over a decoded probe."""
+        started = time.perf_counter()
+        self._live.apply(request.setting)
+        effective = self._live.read_back()
+        counted = self.decode(Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens))
+        effective[DRAFTS] = _drafts_a_step(counted)
+        return Applied(effective=effective, apply_s=time.perf_counter() - started)
+
+    def score(self, request: Score) -> Scored:
+        """Score one record by `prompt_logprobs`, the path an endpoint offers too."""
+        started = time.perf_counter()
+        tokens = [*request.context, *request.target]
+        output = self._generate(tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        logprobs = output.prompt_logprobs or []
+        if len(logprobs) != len(tokens):
+            raise EngineError(
+                "impossible-figure",
+                f"Record {request.record}: {len(logprobs)} log-probabilities for {len(tokens)} tokens.",
+            )
+        first = len(request.context)
+        values = []
+        for position in range(first, len(tokens)):
+            entry = (logprobs[position] or {}).get(tokens[position])
+            if entry is None or not math.isfinite(entry.logprob):
+                raise EngineError(
+                    "impossible-figure", f"Record {request.record}: no log-probability at token {position}."
+                )
+            values.append(entry.logprob)
+        return Scored(
+            record=request.record,
+            nll=-math.fsum(values),
+            tokens=len(values),
+            score_s=time.perf_counter() - started,
+        )
+
+    def decode(self, request: Decode) -> Decoded:
+        """Decode greedily, ignoring the end-of-text token, so that every setting does equal work."""
+        params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
+        before = self._draft_counters()
+        started = time.perf_counter()
+        output = self._generate(request.prompt, params)
+        latency_s = time.perf_counter() - started
+        after = self._draft_counters()
+        token_ids = list(output.outputs[0].token_ids)
+        if len(token_ids) != request.max_tokens:
+            raise EngineError(
+                "impossible-figure",
+                f"Prompt {request.prompt_id}: {len(token_ids)} tokens came back, {request.max_tokens} were asked.",
+            )
+        drafts, draft_tokens, *accepted = (b - a for a, b in zip(before, after, strict=True))
+        return Decoded(
+            prompt_id=request.prompt_id,
+            tokens=len(token_ids),
+            latency_s=latency_s,
+            output_hash=_digest(token_ids),
+            drafts=drafts,
+            draft_tokens=draft_tokens,
+            accepted_per_pos=accepted,
+        )
+
+    def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
+        return self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
+
+    def _draft_counters(self) -> list[int]:
+        """Drafts, draft tokens, and accepted tokens at each position, since the engine started."""
+        found = {metric.name: metric for metric in self._llm.get_metrics()}
+        drafts = found.get("vllm:spec_decode_num_drafts")
+        if drafts is None:
+            return [0, 0]
+        return [
+            int(drafts.value),
+            int(found["vllm:spec_decode_num_draft_tokens"].value),
+            *map(int, found["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
+        ]
+
+
+def _drafts_a_step(counted: Decoded) -> int | float:
+    """K as it acted: tokens drafted a verify step that carried drafts."""
+    if counted.drafts == 0:
+        return 0
+    drafts = counted.draft_tokens / counted.drafts
+    return int(drafts) if drafts.is_integer() else drafts
+
+
+def _check_args(args: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in args:
+        if name in FIXED_ARGS or name in ("model", "speculative_config", "hf_overrides"):
+            raise EngineError("bad-setting", f"engine.args.{name} is set by the search itself: remove it.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise EngineError("bad-setting", f"engine.args.{name} is no argument of vLLM {vllm_version}.{hint}")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return next(iter(_cpu_models(Path("/proc/cpuinfo"))), platform.processor() or platform.machine())
+
+
+def _cpu_models(cpuinfo: Path) -> Iterable[str]:
+    if not cpuinfo.exists():
+        return
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith("model name"):
+            yield line.partition(":")[2].strip()
+
+
+def _environment() -> dict[str, Any]:
+    import transformers
+
+    return {
+        "engine": "vllm",
+        "simulated": False,
+        "vllm": vllm_version,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "patches": sorted(active_patches),
+    }

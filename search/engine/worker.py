@@ -1,0 +1,112 @@
+"""The child process: holds one engine, does what each request says, answers it. It decides nothing.
+
+    python -m search.engine.worker ENGINE REQUEST_FD REPLY_FD PARENT_PID      (started by search.engine.process)
+
+It ends when the request pipe closes, and the kernel ends it when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+from search.engine.protocol import (
+    Applied,
+    Apply,
+    Decode,
+    Decoded,
+    EngineError,
+    Failed,
+    Load,
+    Loaded,
+    Reply,
+    Request,
+    Score,
+    Scored,
+    decode_request,
+    encode,
+)
+
+ENGINES = {
+    "vllm": ("search.engine.vllm", "VllmEngine"),
+    "simulated": ("search.engine.simulated", "SimulatedEngine"),
+}
+
+
+class Engine(Protocol):
+    """What the worker drives. Each call raises EngineError where it cannot do what it is told."""
+
+    def load(self, request: Load) -> Loaded:
+        """Build the engine."""
+
+    def apply(self, request: Apply) -> Applied:
+        """Put the knobs to a setting and read them back."""
+
+    def score(self, request: Score) -> Scored:
+        """Score one record."""
+
+    def decode(self, request: Decode) -> Decoded:
+        """Decode one prompt and time it."""
+
+
+def answer(engine: Engine, request: Request) -> Reply:
+    """Carry out one request; whatever goes wrong becomes a `Failed`."""
+    try:
+        match request:
+            case Load():
+                return engine.load(request)
+            case Apply():
+                return engine.apply(request)
+            case Score():
+                return engine.score(request)
+            case Decode():
+                return engine.decode(request)
+    except EngineError as error:
+        return Failed(kind=error.kind, reason=str(error))
+    except MemoryError as error:
+        return Failed(kind="out-of-memory", reason=str(error) or "out of memory")
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        kind = "out-of-memory" if "OutOfMemory" in type(error).__name__ else "crash"
+        first_line = (str(error).strip().splitlines() or [""])[0][:300]
+        return Failed(kind=kind, reason=f"{type(error).__name__}: {first_line}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies (Linux); exit if it already has."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def lines(fd: int) -> Iterator[bytes]:
+    """Complete lines read from `fd`, until it closes."""
+    with os.fdopen(fd, "rb") as pipe:
+        yield from iter(pipe.readline, b"")
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    engine_name, request_fd, reply_fd, parent = sys.argv[1], *map(int, sys.argv[2:5])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, name = ENGINES[engine_name]
+    engine: Engine = getattr(importlib.import_module(module), name)()
+    for line in lines(request_fd):
+        os.write(reply_fd, encode(answer(engine, decode_request(line))))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine's threads and atexit hooks must not keep the process

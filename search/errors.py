@@ -1,0 +1,19 @@
+"""The errors a user sees: one or two sentences, and the exit code that goes with them."""
+
+
+class SearchError(Exception):
+    """The search could not be carried out."""
+
+    exit_code = 1
+
+
+class UsageError(SearchError):
+    """An argument or the study file is wrong; the message names the key and, for a file, the line."""
+
+    exit_code = 2
+
+
+class RefusedError(SearchError):
+    """What was asked for is possible and deliberately not done."""
+
+    exit_code = 3

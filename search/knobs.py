@@ -1,0 +1,75 @@
+"""What can be searched: each knob's range, what it affects, and how a setting of all of them is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from search.engine.protocol import KnobValue, Setting
+
+WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
+
+
+@dataclass(frozen=True)
+class KnobKind:
+    """What is known of a knob before any study: whether it can change perplexity, and its smallest value."""
+
+    affects_quality: bool
+    minimum: int
+    meaning: str
+
+
+KNOWN: Mapping[str, KnobKind] = {
+    WINDOW: KnobKind(True, 1, "tokens that the sliding-window layers attend to"),
+    TOP_K: KnobKind(False, 1, "centroids of the drafter's head whose tokens are candidates"),
+    DRAFTS: KnobKind(False, 0, "tokens drafted a step; 0 decodes without the drafter"),
+}
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One searched knob: integers from `low` to `high` in `step`s, or by `log`; `default` is tried first."""
+
+    name: str
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+    default: int | None = None
+
+    @property
+    def affects_quality(self) -> bool:
+        """Whether it can change perplexity."""
+        return KNOWN[self.name].affects_quality
+
+    @property
+    def largest(self) -> int:
+        """The largest value the range holds, which need not be `high`."""
+        return self.low + (self.high - self.low) // self.step * self.step
+
+    def nearest(self, value: int) -> int:
+        """The value of the range closest to `value`."""
+        steps = round((value - self.low) / self.step)
+        return min(max(self.low, self.low + steps * self.step), self.largest)
+
+
+def canonical(setting: Mapping[str, KnobValue], native: Mapping[str, KnobValue]) -> Setting:
+    """The one spelling of all settings that decode alike, knobs in the order of KNOWN.
+
+    Without drafts the centroid head never runs, so its top-k is written as the drafter's own.
+    """
+    full = {**native, **setting}
+    if full.get(DRAFTS) == 0 and TOP_K in native:
+        full[TOP_K] = native[TOP_K]
+    return {name: full[name] for name in KNOWN if name in full}
+
+
+def quality_part(setting: Mapping[str, KnobValue]) -> Setting:
+    """The knobs of `setting` that perplexity hangs on."""
+    return {name: value for name, value in setting.items() if KNOWN[name].affects_quality}
+
+
+def words(setting: Mapping[str, KnobValue]) -> str:
+    """A setting in a few words, for people."""
+    short = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K"}
+    return ", ".join(f"{short.get(name, name)} {value}" for name, value in setting.items())

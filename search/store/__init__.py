@@ -1,0 +1,24 @@
+"""The study store: what was measured, in the database that Optuna's own tables live in."""
+
+from search.store.front import pareto_front
+from search.store.models import (
+    Environment,
+    FrontPoint,
+    Measurement,
+    Outcome,
+    PromptTimingRow,
+)
+from search.store.store import REFERENCE, Store, open_engine, safe_url
+
+__all__ = [
+    "REFERENCE",
+    "Environment",
+    "FrontPoint",
+    "Measurement",
+    "Outcome",
+    "PromptTimingRow",
+    "Store",
+    "open_engine",
+    "pareto_front",
+    "safe_url",
+]

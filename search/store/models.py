@@ -1,0 +1,158 @@
+"""Our tables, beside Optuna's in the same database."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, ForeignKey, MetaData, String, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Base(DeclarativeBase):
+    """Base of our tables; all their names start with `pareto_`, so that none meets one of Optuna's."""
+
+    metadata = MetaData()
+    type_annotation_map = {dict[str, Any]: JSON, list[int]: JSON, datetime: DateTime(timezone=True)}  # noqa: RUF012
+
+
+class Definition(Base):
+    """What a study was started with; it must not change while the study goes on."""
+
+    __tablename__ = "pareto_definition"
+
+    study: Mapped[str] = mapped_column(String(200), primary_key=True)
+    definition: Mapped[dict[str, Any]]
+    options: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class Slot(Base):
+    """One of the study's N places: `ordinal` seeds the sampler, `trial` is who took it.
+
+    `owner` (host, pid, start time of the process) tells whether an unfinished slot's searcher still lives.
+    """
+
+    __tablename__ = "pareto_slot"
+
+    study: Mapped[str] = mapped_column(String(200), primary_key=True)
+    ordinal: Mapped[int] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(String(200))
+    trial: Mapped[int | None]
+    finished: Mapped[bool] = mapped_column(default=False)
+
+
+class Environment(Base):
+    """Where measurements were made: one row an engine start."""
+
+    __tablename__ = "pareto_environment"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    study: Mapped[str] = mapped_column(String(200), index=True)
+    simulated: Mapped[bool]
+    model_hash: Mapped[str] = mapped_column(String(16))
+    drafter_hash: Mapped[str | None] = mapped_column(String(16))
+    build_hash: Mapped[str] = mapped_column(String(16))
+    native: Mapped[dict[str, Any]]
+    facts: Mapped[dict[str, Any]]
+    start_s: Mapped[float]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class Measurement(Base):
+    """One stage of one trial; the reference setting's stand under trial -1.
+
+    `stage` is gate or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
+    although it was remembered, to prove the memory right); repeat (prompts timed again, for the noise); or
+    interrupted.
+    """
+
+    __tablename__ = "pareto_measurement"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    study: Mapped[str] = mapped_column(String(200), index=True)
+    trial: Mapped[int] = mapped_column(index=True)
+    environment_id: Mapped[int] = mapped_column(ForeignKey("pareto_environment.id"))
+    stage: Mapped[str] = mapped_column(String(10))
+    status: Mapped[str] = mapped_column(String(12))
+    setting: Mapped[dict[str, Any]]
+    effective: Mapped[dict[str, Any]]
+    figures: Mapped[dict[str, Any]]
+    wall_s: Mapped[float]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+    timings: Mapped[list[PromptTimingRow]] = relationship(cascade="all, delete-orphan")
+
+
+class RecordScoreRow(Base):
+    """The gate's memory: one record scored under one gate key (model, quality knobs, records, build)."""
+
+    __tablename__ = "pareto_record_score"
+    __table_args__ = (UniqueConstraint("gate_key", "record"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    gate_key: Mapped[str] = mapped_column(String(16), index=True)
+    record: Mapped[str] = mapped_column(String(200))
+    nll: Mapped[float]
+    tokens: Mapped[int]
+
+
+class PromptTimingRow(Base):
+    """One timed prompt of a speed measurement, in the order in which it was decoded."""
+
+    __tablename__ = "pareto_prompt_timing"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    measurement_id: Mapped[int] = mapped_column(ForeignKey("pareto_measurement.id"), index=True)
+    position: Mapped[int]
+    prompt: Mapped[str] = mapped_column(String(200))
+    tokens: Mapped[int]
+    latency_s: Mapped[float]
+    output_hash: Mapped[str] = mapped_column(String(16))
+    drafts: Mapped[int]
+    draft_tokens: Mapped[int]
+    accepted_per_pos: Mapped[list[int]]
+
+
+class Outcome(Base):
+    """How a trial ended: what Optuna is told, and what a later trial with the same setting reuses.
+
+    The reference setting's outcome stands under trial -1.
+    """
+
+    __tablename__ = "pareto_outcome"
+
+    study: Mapped[str] = mapped_column(String(200), primary_key=True)
+    trial: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str] = mapped_column(String(10))
+    setting: Mapped[dict[str, Any]]
+    setting_key: Mapped[str] = mapped_column(String(200), index=True)
+    ppl: Mapped[float | None]
+    ceiling: Mapped[float | None]
+    tps: Mapped[float | None]
+    tps_low: Mapped[float | None]
+    tps_high: Mapped[float | None]
+    prompts: Mapped[int | None]
+    reused_from: Mapped[int | None]
+    reason: Mapped[str | None] = mapped_column(String(1000))
+    wall_s: Mapped[float]
+    simulated: Mapped[bool]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class FrontPoint(Base):
+    """The feasible trials that no other feasible trial beats, rewritten with every outcome."""
+
+    __tablename__ = "pareto_front"
+
+    study: Mapped[str] = mapped_column(String(200), primary_key=True)
+    trial: Mapped[int] = mapped_column(primary_key=True)
+    tps: Mapped[float]
+    tps_low: Mapped[float]
+    tps_high: Mapped[float]
+    ppl: Mapped[float]
+    setting: Mapped[dict[str, Any]]
+    simulated: Mapped[bool]

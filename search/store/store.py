@@ -1,0 +1,258 @@
+"""Everything that is written to and read from our tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Engine, create_engine, delete, event, func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import selectinload, sessionmaker
+
+from search.errors import SearchError, UsageError
+from search.gate import RecordScore
+from search.store.front import pareto_front
+from search.store.models import (
+    Base,
+    Definition,
+    Environment,
+    FrontPoint,
+    Measurement,
+    Outcome,
+    RecordScoreRow,
+    Slot,
+)
+
+REFERENCE = -1
+BUSY_TIMEOUT_S = 100
+
+
+def safe_url(url: str) -> str:
+    """A database URL without its password, fit to be shown."""
+    return sqlalchemy.make_url(url).render_as_string(hide_password=True)
+
+
+def open_engine(url: str) -> Engine:
+    """An engine on the study database, with our tables made where they are missing.
+
+    Raises:
+        UsageError: `url` is no database URL.
+        SearchError: the database cannot be opened or written.
+    """
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except sqlalchemy.exc.ArgumentError as error:
+        raise UsageError(f"--storage {url!r} is not a database URL; write sqlite:///study.db.") from error
+    sqlite = parsed.get_backend_name() == "sqlite"
+    try:
+        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S} if sqlite else {})
+        if sqlite:
+            _take_the_write_lock_at_begin(engine)
+        Base.metadata.create_all(engine)
+        with engine.begin() as connection:
+            connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
+    except (SQLAlchemyError, ImportError) as error:
+        cause = getattr(error, "orig", None) or error
+        raise SearchError(f"The study database {safe_url(url)} cannot be written: {cause}.") from error
+    return engine
+
+
+def _take_the_write_lock_at_begin(engine: Engine) -> None:
+    """Make SQLite transactions start with the write lock, so that two searchers wait instead of failing."""
+
+    @event.listens_for(engine, "connect")
+    def leave_transactions_to_us(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def begin_immediate(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def setting_key(setting: Mapping[str, Any]) -> str:
+    """A setting as one comparable text."""
+    return json.dumps(setting, sort_keys=True)
+
+
+class Store:
+    """One study's rows in a study database."""
+
+    def __init__(self, engine: Engine, study: str) -> None:
+        self._session = sessionmaker(engine, expire_on_commit=False)  # rows outlive their session
+        self.study = study
+
+    # The study ------------------------------------------------------------------------------------------
+
+    def define(self, definition: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Record what the study is, or check that it still is.
+
+        Raises:
+            UsageError: the study was started with another value of a key, which is named.
+        """
+        with self._session() as session, session.begin():
+            row = session.get(Definition, self.study)
+            if row is None:
+                session.add(Definition(study=self.study, definition=dict(definition), options=dict(options)))
+                return
+            for key in sorted(set(row.definition) | set(definition)):
+                before, now = row.definition.get(key), definition.get(key)
+                if before != now:
+                    raise UsageError(
+                        f"Study {self.study!r} was started with {key} = {_shown(before)}, now it is {_shown(now)}. "
+                        "Undo the change, or use another --storage or another name in the study file."
+                    )
+
+    # Slots ----------------------------------------------------------------------------------------------
+
+    def take_slot(self, total: int, owner: str) -> int | None:
+        """The smallest free place below `total`, now `owner`'s; None when every place is taken."""
+        with self._session() as session, session.begin():
+            taken = set(session.scalars(select(Slot.ordinal).where(Slot.study == self.study)))
+            free = next((n for n in range(total) if n not in taken), None)
+            if free is not None and len(taken) < total:
+                session.add(Slot(study=self.study, ordinal=free, owner=owner))
+                return free
+            return None
+
+    def assign_slot(self, ordinal: int, trial: int) -> None:
+        """Say which trial holds a place."""
+        with self._session() as session, session.begin():
+            session.get_one(Slot, (self.study, ordinal)).trial = trial
+
+    def free_unfinished_slot(self, ordinal: int) -> None:
+        """Give a place back, unless its trial finished."""
+        with self._session() as session, session.begin():
+            session.execute(
+                delete(Slot).where(Slot.study == self.study, Slot.ordinal == ordinal, Slot.finished.is_(False))
+            )
+
+    def slots(self) -> list[Slot]:
+        """Every place that is taken."""
+        with self._session() as session:
+            return list(session.scalars(select(Slot).where(Slot.study == self.study)))
+
+    def finished(self) -> int:
+        """How many places are finished."""
+        query = select(func.count()).where(Slot.study == self.study, Slot.finished.is_(True))
+        with self._session() as session:
+            return session.scalar(query) or 0
+
+    # Measurements ---------------------------------------------------------------------------------------
+
+    def add(self, row: Environment | Measurement) -> int:
+        """Write one row with what hangs on it; returns its id."""
+        with self._session() as session, session.begin():
+            session.add(row)
+            session.flush()
+            return row.id
+
+    def remembered_scores(self, gate_key: str) -> dict[str, RecordScore]:
+        """Records already scored under `gate_key`, by record id."""
+        with self._session() as session:
+            rows = session.scalars(select(RecordScoreRow).where(RecordScoreRow.gate_key == gate_key))
+            return {row.record: RecordScore(row.nll, row.tokens) for row in rows}
+
+    def remember_scores(self, gate_key: str, scores: Mapping[str, RecordScore]) -> None:
+        """Add record scores; those already there stay as they are."""
+        with self._session() as session, session.begin():
+            there = set(session.scalars(select(RecordScoreRow.record).where(RecordScoreRow.gate_key == gate_key)))
+            session.add_all(
+                RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
+                for record, score in scores.items()
+                if record not in there
+            )
+
+    def finish(self, outcome: Outcome, measurements: Sequence[Measurement] = (), slot: int | None = None) -> None:
+        """Write a trial's rows, its slot and the study's new front in one transaction."""
+        with self._session() as session, session.begin():
+            session.add_all(measurements)
+            session.add(outcome)
+            if slot is not None:
+                session.get_one(Slot, (self.study, slot)).finished = True
+            session.flush()
+            complete = session.scalars(
+                select(Outcome)
+                .where(Outcome.study == self.study, Outcome.trial != REFERENCE, Outcome.state == "COMPLETE")
+                .order_by(Outcome.trial)
+            )
+            session.execute(delete(FrontPoint).where(FrontPoint.study == self.study))
+            session.add_all(_front_point(point) for point in pareto_front(complete))
+
+    # Reading --------------------------------------------------------------------------------------------
+
+    def outcomes(self) -> list[Outcome]:
+        """Every trial's outcome but the reference's, by trial number."""
+        query = select(Outcome).where(Outcome.study == self.study, Outcome.trial != REFERENCE)
+        with self._session() as session:
+            return list(session.scalars(query.order_by(Outcome.trial)))
+
+    def outcome(self, trial: int) -> Outcome | None:
+        """One trial's outcome; `REFERENCE` asks for the reference setting's."""
+        with self._session() as session:
+            return session.get(Outcome, (self.study, trial))
+
+    def measured(self, setting: Mapping[str, Any]) -> Outcome | None:
+        """The outcome of the trial that measured `setting` (COMPLETE or PRUNED), if one did."""
+        query = select(Outcome).where(
+            Outcome.study == self.study,
+            Outcome.trial != REFERENCE,
+            Outcome.setting_key == setting_key(setting),
+            Outcome.state.in_(("COMPLETE", "PRUNED")),
+            Outcome.reused_from.is_(None),
+        )
+        with self._session() as session:
+            return session.scalars(query.order_by(Outcome.trial)).first()
+
+    def front(self) -> list[FrontPoint]:
+        """The stored front, slowest first."""
+        query = select(FrontPoint).where(FrontPoint.study == self.study).order_by(FrontPoint.tps)
+        with self._session() as session:
+            return list(session.scalars(query))
+
+    def measurements(self, stage: str, status: str, trial: int | None = None) -> list[Measurement]:
+        """Measurements of one stage and status with their timings, oldest first; of one trial or of all."""
+        query = select(Measurement).where(
+            Measurement.study == self.study, Measurement.stage == stage, Measurement.status == status
+        )
+        if trial is not None:
+            query = query.where(Measurement.trial == trial)
+        query = query.options(selectinload(Measurement.timings)).order_by(Measurement.id)
+        with self._session() as session:
+            return list(session.scalars(query))
+
+    def environments(self) -> list[Environment]:
+        """Every engine start of the study, oldest first."""
+        query = select(Environment).where(Environment.study == self.study).order_by(Environment.id)
+        with self._session() as session:
+            return list(session.scalars(query))
+
+    def gate_counts(self) -> dict[str, int]:
+        """How many gate stages were scored and how many were remembered."""
+        query = (
+            select(Measurement.status, func.count().label("number"))
+            .where(Measurement.study == self.study, Measurement.stage == "gate")
+            .group_by(Measurement.status)
+        )
+        with self._session() as session:
+            counts = {row.status: row.number for row in session.execute(query)}
+        return {"scored": counts.get("done", 0), "remembered": counts.get("remembered", 0)}
+
+
+def _front_point(outcome: Outcome) -> FrontPoint:
+    assert outcome.tps is not None and outcome.ppl is not None  # pareto_front keeps none without
+    return FrontPoint(
+        study=outcome.study,
+        trial=outcome.trial,
+        tps=outcome.tps,
+        tps_low=outcome.tps_low,
+        tps_high=outcome.tps_high,
+        ppl=outcome.ppl,
+        setting=outcome.setting,
+        simulated=outcome.simulated,
+    )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)

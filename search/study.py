@@ -1,0 +1,312 @@
+"""The search: Optuna asks, the laboratory measures, the store keeps, Optuna is told."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import optuna
+from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from search.engine.protocol import Setting
+from search.errors import SearchError
+from search.knobs import TOP_K, WINDOW, Knob
+from search.spec import StudySpec
+from search.store import REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
+from search.trial import Laboratory, Observer
+
+STARTUP_TRIALS = 12
+FAILURES_IN_A_ROW = 10
+ORPHAN_AGE_S = 60.0  # an asked trial that has had no slot for this long belongs to a searcher that died
+CONSTRAINT = "ppl"
+
+SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
+    "tpe": lambda seed: TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS),
+    "random": lambda seed: RandomSampler(seed=seed),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search; `trials` is the total that should stand finished."""
+
+    trials: int
+    storage: str
+    engine: str
+    sampler: str
+    seed: int
+    timeout_s: float | None
+    logs: Path
+
+
+class StudyObserver(Observer, Protocol):
+    """An observer that also follows whole trials."""
+
+    def opened(self, finished: int, total: int) -> None:
+        """The search begins; `finished` trials already stand."""
+
+    def finished(self, outcome: Outcome, finished: int, best: Outcome | None) -> None:
+        """A trial ended; `best` is the fastest feasible one so far."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `search` did: the JSON document of `search.run --json`, as an object."""
+
+    study: str
+    simulated: bool
+    counts: dict[str, int]
+    reused: int
+    reference: Outcome
+    ceiling: float
+    front: list[dict[str, Any]]
+    best: dict[str, Any] | None
+    wall_s: float
+    engine_starts: int
+    gate: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """The document `--json` prints."""
+        return {
+            "study": self.study,
+            "simulated": self.simulated,
+            "trials": {**self.counts, "reused": self.reused},
+            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl},
+            "ceiling": self.ceiling,
+            "front": self.front,
+            "best": self.best,
+            "confirmed": None,
+            "wall_s": round(self.wall_s, 1),
+            "engine_starts": self.engine_starts,
+            "gate": self.gate,
+        }
+
+
+def study_name(spec: StudySpec, engine: str) -> str:
+    """The study's name in the database; simulated studies never share one with measured ones."""
+    return f"{spec.name}-simulated" if engine == "simulated" else spec.name
+
+
+def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summary:
+    """Run the study until `options.trials` trials stand finished (COMPLETE or PRUNED), or time is up.
+
+    Raises:
+        UsageError: the study in the database was started with other settings.
+        SearchError: the database cannot be used, the engine does not start, the reference is over the ceiling,
+            or ten trials in a row failed.
+    """
+    started = time.perf_counter()
+    store = Store(open_engine(options.storage), study_name(spec, options.engine))
+    store.define(
+        spec.definition(),
+        {
+            "engine": options.engine,
+            "sampler": options.sampler,
+            "seed": options.seed,
+            "trials": options.trials,
+        },
+    )
+    study = _open_study(options.storage, store.study)
+    _recover(study, store)
+    with Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory:
+        if store.finished() < options.trials:
+            laboratory.measure_reference()
+            if not study.get_trials(deepcopy=False):
+                study.enqueue_trial(default_setting(spec, laboratory.native))
+            observer.opened(store.finished(), options.trials)
+            _loop(spec, options, study, store, laboratory, observer, started)
+        return _summary(store, laboratory.engine_starts, time.perf_counter() - started)
+
+
+def default_setting(spec: StudySpec, native: Mapping[str, Any]) -> Setting:
+    """The setting tried first: each knob's `default`, else the model's own value, else the middle."""
+    return {k.name: k.default if k.default is not None else _own_value(k, native) for k in spec.knobs}
+
+
+def _own_value(knob: Knob, native: Mapping[str, Any]) -> int:
+    if knob.name in (WINDOW, TOP_K) and knob.name in native:
+        return knob.nearest(int(native[knob.name]))
+    return knob.nearest((knob.low + knob.high) // 2)
+
+
+def distribution(knob: Knob) -> BaseDistribution:
+    """A knob's range as Optuna writes it."""
+    return IntDistribution(knob.low, knob.largest, step=knob.step, log=knob.log)
+
+
+def _loop(
+    spec: StudySpec,
+    options: Options,
+    study: optuna.Study,
+    store: Store,
+    laboratory: Laboratory,
+    observer: StudyObserver,
+    started: float,
+) -> None:
+    distributions = {knob.name: distribution(knob) for knob in spec.knobs}
+    failures = 0
+    while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
+        slot = store.take_slot(options.trials, owner_name())
+        if slot is None:
+            return
+        trial: optuna.Trial | None = None
+        try:
+            study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, failures))
+            trial = study.ask(distributions)
+            store.assign_slot(slot, trial.number)
+            outcome = laboratory.run(trial.number, trial.params, slot)
+            tell(study, outcome)
+        except BaseException:
+            if trial is not None:
+                _settle(study, store, trial.number)
+            store.free_unfinished_slot(slot)
+            raise
+        if outcome.state == "FAIL":
+            store.free_unfinished_slot(slot)
+            failures += 1
+            observer.note(f"Trial {outcome.trial} failed: {outcome.reason}")
+            if failures == FAILURES_IN_A_ROW:
+                raise SearchError(f"{failures} trials in a row failed, the last one thus: {outcome.reason}")
+            continue
+        failures = 0
+        front = store.front()
+        observer.finished(outcome, store.finished(), store.outcome(front[-1].trial) if front else None)
+
+
+def tell(study: optuna.Study, outcome: Outcome) -> None:
+    """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned."""
+    trial = optuna.trial.Trial(study, study.get_trials(deepcopy=False)[outcome.trial]._trial_id)
+    attributes = {
+        "setting": outcome.setting,
+        "ppl": outcome.ppl,
+        "tps": outcome.tps,
+        "tps_low": outcome.tps_low,
+        "tps_high": outcome.tps_high,
+        "reused_from": outcome.reused_from,
+        "reason": outcome.reason,
+        "simulated": outcome.simulated or None,
+    }
+    for name, value in attributes.items():
+        if value is not None:
+            trial.set_user_attr(name, value)
+    if outcome.ppl is not None and outcome.ceiling is not None:
+        trial.set_constraint(CONSTRAINT, outcome.ppl - outcome.ceiling)
+    if outcome.state == "COMPLETE":
+        assert outcome.tps is not None and outcome.ppl is not None
+        study.tell(outcome.trial, [outcome.tps, outcome.ppl])
+    else:
+        study.tell(outcome.trial, state=TrialState[outcome.state])
+
+
+def _open_study(url: str, name: str) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        storage = optuna.storages.RDBStorage(
+            url, engine_kwargs={"connect_args": {"timeout": 100}} if url.startswith("sqlite") else None
+        )
+        study = optuna.create_study(
+            storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
+        )
+        study.set_metric_names(["tps", "ppl"])
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        raise SearchError(f"Optuna cannot use the study database {safe_url(url)}: {error}") from error
+    return study
+
+
+def _recover(study: optuna.Study, store: Store) -> None:
+    """Put right what earlier searchers left open: stored but not told, or asked but not measured."""
+    slots = store.slots()
+    owners = {slot.trial: slot.owner for slot in slots if slot.trial is not None}
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+        owner = owners.get(trial.number)
+        age_s = (datetime.now() - trial.datetime_start).total_seconds() if trial.datetime_start else 0.0
+        if not owner_lives(owner) if owner else age_s > ORPHAN_AGE_S:
+            _settle(study, store, trial.number)
+    for slot in slots:
+        if not owner_lives(slot.owner):
+            store.free_unfinished_slot(slot.ordinal)
+
+
+def _settle(study: optuna.Study, store: Store, number: int) -> None:
+    """Close a trial whose searcher stopped: told if its outcome is stored, otherwise asked again later."""
+    outcome = store.outcome(number)
+    if outcome is not None:
+        tell(study, outcome)
+        return
+    params = study.get_trials(deepcopy=False)[number].params
+    study.tell(number, state=TrialState.FAIL)
+    if params:
+        study.enqueue_trial(params, user_attrs={"asked_before_as": number})
+
+
+def owner_name() -> str:
+    """This process, told apart from any other that had or will have its pid."""
+    return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
+
+
+def owner_lives(owner: str) -> bool:
+    """Whether the process that `owner_name` named still runs; one on another host is taken to."""
+    host, pid, start = owner.rsplit(" ", 2)
+    return host != socket.gethostname() or _start_time(int(pid)) == start
+
+
+def _start_time(pid: int) -> str:
+    """When a process started (clock ticks since boot), or "" if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _seed(seed: int, ordinal: int, attempt: int) -> int:
+    """The sampler's seed for one ask: a resumed study goes on, it does not draw the same again."""
+    digest = hashlib.sha256(f"{seed} {ordinal} {attempt}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def _summary(store: Store, engine_starts: int, wall_s: float) -> Summary:
+    outcomes = store.outcomes()
+    states = [outcome.state for outcome in outcomes]
+    reference = store.outcome(REFERENCE)
+    if reference is None:
+        raise SearchError("Nothing has been measured yet: --trials must be at least 1.")
+    front = [_point(point) for point in store.front()]
+    return Summary(
+        study=store.study,
+        simulated=reference.simulated,
+        counts={
+            "complete": states.count("COMPLETE"),
+            "pruned": states.count("PRUNED"),
+            "failed": states.count("FAIL"),
+        },
+        reused=sum(outcome.reused_from is not None for outcome in outcomes),
+        reference=reference,
+        ceiling=next((o.ceiling for o in outcomes if o.ceiling is not None), float("nan")),
+        front=front,
+        best=front[-1] if front else None,
+        wall_s=wall_s,
+        engine_starts=engine_starts,
+        gate=store.gate_counts(),
+    )
+
+
+def _point(point: FrontPoint) -> dict[str, Any]:
+    return {
+        "trial": point.trial,
+        "tps": point.tps,
+        "tps_low": point.tps_low,
+        "tps_high": point.tps_high,
+        "ppl": point.ppl,
+        "knobs": point.setting,
+    }
