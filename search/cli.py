@@ -12,6 +12,7 @@ from typing import NoReturn
 from search.errors import SearchError, UsageError
 
 DEFAULT_STUDY = "miniature"
+DEFAULT_STORAGE = "sqlite:///study.db"
 PACKAGE = Path(__file__).resolve().parent
 STUDY_FOLDERS = (PACKAGE.parent / "studies", PACKAGE / "studies")  # a checkout, an installed wheel
 

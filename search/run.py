@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from search.cli import add_study_arguments, fail, find_study, set_up_errors
+from search.cli import DEFAULT_STORAGE, add_study_arguments, fail, find_study, set_up_errors
 
 if TYPE_CHECKING:
     from search.study import Summary
 
-DEFAULTS = {"trials": 200, "storage": "sqlite:///study.db", "sampler": "tpe", "engine": "vllm", "seed": 0}
+DEFAULTS = {"trials": 200, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ def closing_words(summary: Summary, study: str | None, storage: str) -> list[str
         from search.store import safe_url
 
         where = (f" --study {study}" if study else "") + (
-            f" --storage {safe_url(storage)}" if storage != DEFAULTS["storage"] else ""
+            f" --storage {safe_url(storage)}" if storage != DEFAULT_STORAGE else ""
         )
         lines.append(f"Next: python -m search.export{where} --out manifest")
     return lines

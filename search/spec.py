@@ -24,6 +24,11 @@ class EngineSpec:
     drafter: str | None
     args: dict[str, Any]
 
+    @property
+    def model_name(self) -> str:
+        """A hub id as it stands; of a folder, its last two names (miniature/target)."""
+        return "/".join(self.model.rstrip("/").split("/")[-2:])
+
 
 @dataclass(frozen=True)
 class WarmupSpec:
@@ -158,7 +163,7 @@ class _Section:
             raise self.error(node, f"{self.name(key)} must be {wanted or 'a mapping'}, not {value!r}")
         if least is not None and cast(float, value) < least:
             raise self.error(node, f"{self.name(key)} must be at least {least:g}, not {value!r}")
-        return cast(T, value)
+        return value
 
     def optional(self, key: str, kind: type[T], *, least: float | None = None) -> T | None:
         self.taken.add(key)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,11 +23,12 @@ from search.engine.protocol import Setting
 from search.errors import SearchError
 from search.knobs import TOP_K, WINDOW, Knob
 from search.spec import StudySpec
-from search.store import REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
+from search.store import BUSY_TIMEOUT_S, REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
 from search.trial import Laboratory, Observer
 
 STARTUP_TRIALS = 12
 FAILURES_IN_A_ROW = 10
+OPEN_ATTEMPTS = 6
 ORPHAN_AGE_S = 60.0  # an asked trial that has had no slot for this long belongs to a searcher that died
 CONSTRAINT = "ppl"
 
@@ -179,8 +181,7 @@ def _loop(
                 raise SearchError(f"{failures} trials in a row failed, the last one thus: {outcome.reason}")
             continue
         failures = 0
-        front = store.front()
-        observer.finished(outcome, store.finished(), store.outcome(front[-1].trial) if front else None)
+        observer.finished(outcome, store.finished(), store.best())
 
 
 def tell(study: optuna.Study, outcome: Outcome) -> None:
@@ -209,18 +210,27 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
 
 
 def _open_study(url: str, name: str) -> optuna.Study:
+    """The Optuna study of that name, made if it is new.
+
+    Two searchers that start together both try to make Optuna's tables; the one that loses tries again.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        storage = optuna.storages.RDBStorage(
-            url, engine_kwargs={"connect_args": {"timeout": 100}} if url.startswith("sqlite") else None
-        )
-        study = optuna.create_study(
-            storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
-        )
-        study.set_metric_names(["tps", "ppl"])
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        raise SearchError(f"Optuna cannot use the study database {safe_url(url)}: {error}") from error
-    return study
+    connect_args = {"timeout": BUSY_TIMEOUT_S} if url.startswith("sqlite") else {}
+    for attempts_left in reversed(range(OPEN_ATTEMPTS)):
+        try:
+            storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": connect_args})
+            study = optuna.create_study(
+                storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names(["tps", "ppl"])
+            return study
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError) as error:
+            if not attempts_left:
+                raise SearchError(f"Optuna cannot use the study database {safe_url(url)}: {error}") from error
+            time.sleep(0.5)
+    raise AssertionError("unreachable")
 
 
 def _recover(study: optuna.Study, store: Store) -> None:

@@ -102,11 +102,11 @@ class Laboratory:
         Raises:
             SearchError: it cannot be measured, or is itself over the ceiling.
         """
+        if self._store.outcome(REFERENCE) is None:
+            self._measure_reference()
         self._reference = self._store.outcome(REFERENCE)
-        if self._reference is None:
-            self._reference = self._measure_reference()
-        else:
-            self._recall()
+        assert self._reference is not None
+        self._recall()
         ppl = self._reference.ppl
         assert ppl is not None
         if gate.violation(ppl, self.ceiling) > 0:
@@ -116,7 +116,7 @@ class Laboratory:
             )
         return self._reference
 
-    def _measure_reference(self) -> Outcome:
+    def _measure_reference(self) -> None:
         started = time.perf_counter()
         setting = canonical({DRAFTS: 0}, self.native)
         try:
@@ -127,23 +127,20 @@ class Laboratory:
         except WorkerError as error:
             raise SearchError(f"The reference setting could not be measured: {error}") from error
         seconds = {t.prompt_id: t.latency_s for t in timed}
-        self._noise = speed.relative_noise(seconds, {t.prompt_id: t.latency_s for t in again})
-        self._anchors.append(seconds)
-        found = self._estimate(timed)
-        figures = {"noise": self._noise, **_speed_figures(found, timed)}
+        noise = speed.relative_noise(seconds, {t.prompt_id: t.latency_s for t in again})
+        found = speed.estimate(_timings(timed), [seconds], noise)
+        figures = {"noise": noise, **_speed_figures(found, timed)}
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=gated.ppl, found=found)
-        outcome.ceiling = None
         rows = [
             gated.measurement,
             self._speed_row(REFERENCE, setting, effective, timed, figures, "done"),
             self._speed_row(REFERENCE, setting, effective, again, {}, "repeat"),
         ]
         self._store.finish(outcome, rows)
-        return outcome
 
     def _recall(self) -> None:
         """Take up what the store knows of the study: noise, anchors, whether the gate's memory holds."""
-        (row,) = self._store.measurements("speed", "done", REFERENCE)
+        row = self._store.measurements("speed", "done", REFERENCE)[0]
         self._noise = float(row.figures["noise"])
         for measured in self._store.measurements("speed", "done"):
             if len(measured.timings) == len(self._prompts):
@@ -324,8 +321,7 @@ class Laboratory:
     # Rows -----------------------------------------------------------------------------------------------
 
     def _estimate(self, timed: list[Decoded]) -> speed.Throughput:
-        timings = [speed.PromptTiming(t.prompt_id, t.tokens, t.latency_s, t.output_hash) for t in timed]
-        return speed.estimate(timings, self._anchors, self._noise)
+        return speed.estimate(_timings(timed), self._anchors, self._noise)
 
     def _speed_row(
         self,
@@ -456,6 +452,10 @@ class Laboratory:
         if self._worker is not None:
             self._worker.end()
         self._worker = self._loaded = None
+
+
+def _timings(timed: list[Decoded]) -> list[speed.PromptTiming]:
+    return [speed.PromptTiming(t.prompt_id, t.tokens, t.latency_s, t.output_hash) for t in timed]
 
 
 def _speed_figures(found: speed.Throughput, timed: list[Decoded]) -> dict[str, Any]:

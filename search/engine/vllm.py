@@ -24,7 +24,7 @@ from vllm import LLM, EngineArgs, SamplingParams
 from vllm.version import __version__ as vllm_version
 
 from kernels.plugin import active_patches
-from search.engine.live import DRAFTS, TOP_K, WINDOW, LiveKnobs
+from search.engine.live import LiveKnobs
 from search.engine.protocol import (
     Applied,
     Apply,
@@ -37,6 +37,7 @@ from search.engine.protocol import (
     Scored,
     Setting,
 )
+from search.knobs import DRAFTS, TOP_K, WINDOW
 from search.modelfiles import file_hash, hf_overrides, model_folder, read_config, text_config
 
 # What a measurement rests on; the study file cannot change them.

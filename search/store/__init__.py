@@ -8,9 +8,10 @@ from search.store.models import (
     Outcome,
     PromptTimingRow,
 )
-from search.store.store import REFERENCE, Store, open_engine, safe_url
+from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, open_engine, safe_url
 
 __all__ = [
+    "BUSY_TIMEOUT_S",
     "REFERENCE",
     "Environment",
     "FrontPoint",

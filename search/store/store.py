@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy
@@ -30,22 +31,34 @@ BUSY_TIMEOUT_S = 100
 
 
 def safe_url(url: str) -> str:
-    """A database URL without its password, fit to be shown."""
-    return sqlalchemy.make_url(url).render_as_string(hide_password=True)
+    """A database URL without its password, fit to be shown.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    return _parse(url).render_as_string(hide_password=True)
 
 
-def open_engine(url: str) -> Engine:
+def _parse(url: str) -> sqlalchemy.URL:
+    try:
+        return sqlalchemy.make_url(url)
+    except sqlalchemy.exc.ArgumentError as error:
+        raise UsageError(f"--storage {url!r} is not a database URL; write sqlite:///study.db.") from error
+
+
+def open_engine(url: str, *, must_exist: bool = False) -> Engine:
     """An engine on the study database, with our tables made where they are missing.
+
+    With `must_exist`, an SQLite file that is not there is an error instead of an empty study.
 
     Raises:
         UsageError: `url` is no database URL.
         SearchError: the database cannot be opened or written.
     """
-    try:
-        parsed = sqlalchemy.make_url(url)
-    except sqlalchemy.exc.ArgumentError as error:
-        raise UsageError(f"--storage {url!r} is not a database URL; write sqlite:///study.db.") from error
+    parsed = _parse(url)
     sqlite = parsed.get_backend_name() == "sqlite"
+    if must_exist and sqlite and not Path(parsed.database or "").is_file():
+        raise SearchError(f"There is no study database {parsed.database}; run python -m search.run first.")
     try:
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S} if sqlite else {})
         if sqlite:
@@ -86,23 +99,27 @@ class Store:
     # The study ------------------------------------------------------------------------------------------
 
     def define(self, definition: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Record what the study is, or check that it still is.
+        """Record what the study is, or check that it still is (see `check_definition`)."""
+        with self._session() as session, session.begin():
+            if session.get(Definition, self.study) is None:
+                session.add(Definition(study=self.study, definition=dict(definition), options=dict(options)))
+        self.check_definition(definition)
+
+    def check_definition(self, definition: Mapping[str, Any], ignore: Collection[str] = ()) -> None:
+        """Check that `definition` is the one the study was started with.
 
         Raises:
-            UsageError: the study was started with another value of a key, which is named.
+            UsageError: a key, which is named, has another value now.
         """
-        with self._session() as session, session.begin():
-            row = session.get(Definition, self.study)
-            if row is None:
-                session.add(Definition(study=self.study, definition=dict(definition), options=dict(options)))
-                return
-            for key in sorted(set(row.definition) | set(definition)):
-                before, now = row.definition.get(key), definition.get(key)
-                if before != now:
-                    raise UsageError(
-                        f"Study {self.study!r} was started with {key} = {_shown(before)}, now it is {_shown(now)}. "
-                        "Undo the change, or use another --storage or another name in the study file."
-                    )
+        with self._session() as session:
+            stored = session.get_one(Definition, self.study).definition
+        for key in sorted((set(stored) | set(definition)) - set(ignore)):
+            before, now = stored.get(key), definition.get(key)
+            if before != now:
+                raise UsageError(
+                    f"Study {self.study!r} was started with {key} = {_shown(before)}, now it is {_shown(now)}. "
+                    "Undo the change, or use another --storage or another name in the study file."
+                )
 
     # Slots ----------------------------------------------------------------------------------------------
 
@@ -165,8 +182,13 @@ class Store:
             )
 
     def finish(self, outcome: Outcome, measurements: Sequence[Measurement] = (), slot: int | None = None) -> None:
-        """Write a trial's rows, its slot and the study's new front in one transaction."""
+        """Write a trial's rows, its slot and the study's new front in one transaction.
+
+        Of two searchers that both measured the reference the first one's stands.
+        """
         with self._session() as session, session.begin():
+            if session.get(Outcome, (self.study, outcome.trial)) is not None:
+                return
             session.add_all(measurements)
             session.add(outcome)
             if slot is not None:
@@ -221,6 +243,11 @@ class Store:
         query = query.options(selectinload(Measurement.timings)).order_by(Measurement.id)
         with self._session() as session:
             return list(session.scalars(query))
+
+    def best(self) -> Outcome | None:
+        """The fastest trial that passed the gate."""
+        front = self.front()
+        return self.outcome(front[-1].trial) if front else None
 
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""

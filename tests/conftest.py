@@ -1,0 +1,74 @@
+"""Studies that tests run on: small synthetic texts with the simulated engine, and the real miniature."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIATURE = ROOT / "studies" / "miniature"
+
+STUDY = """\
+name: synthetic
+engine:
+  model: example/model
+  drafter: example/drafter
+  args: {max_model_len: 1024, max_num_seqs: 1, max_num_batched_tokens: 512}
+knobs:
+  sliding_window: {low: 32, high: 512, step: 32}
+  centroid_top_k: {low: 1, high: 128, log: true}
+  num_speculative_tokens: {low: 0, high: 10, default: 4}
+workload: {prompts: prompts.jsonl, output_tokens: 64, warmup: {prompts: 64, max_tokens: 1, seed: 42}}
+gate: {records: records.jsonl, ceiling: {ratio: 1.05}}
+"""
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def study_folder(tmp_path: Path) -> Path:
+    """A study folder with 24 tune prompts, 2 held-out ones and 16 records of random tokens."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(4096) for _ in range(count)]
+
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "study.yaml").write_text(STUDY)
+    splits = ["tune"] * 24 + ["held-out"] * 2
+    write_lines(
+        folder / "prompts.jsonl",
+        [{"id": f"p{i}", "split": split, "prompt_token_ids": tokens(96)} for i, split in enumerate(splits)],
+    )
+    write_lines(
+        folder / "records.jsonl",
+        [{"id": f"r{i}", "context_token_ids": tokens(32), "target_token_ids": tokens(16)} for i in range(16)],
+    )
+    return folder
+
+
+@pytest.fixture
+def edit_study(study_folder: Path) -> Callable[[str, str], Path]:
+    """Replace a piece of the study file; the piece must be there."""
+
+    def edit(old: str, new: str) -> Path:
+        file = study_folder / "study.yaml"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        return study_folder
+
+    return edit
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    return sys.executable

@@ -1,0 +1,131 @@
+"""The contract of the store, on SQLite."""
+
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from search.errors import SearchError, UsageError
+from search.gate import RecordScore
+from search.store import Outcome, Store, open_engine, safe_url
+from search.store.store import setting_key
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/study.db"
+
+
+@pytest.fixture
+def store(url):
+    return Store(open_engine(url), "s")
+
+
+def outcome(trial, state="COMPLETE", tps=100.0, ppl=2.0, window=512, reused_from=None):
+    setting = {"sliding_window": window}
+    return Outcome(
+        study="s",
+        trial=trial,
+        state=state,
+        setting=setting,
+        setting_key=setting_key(setting),
+        ppl=ppl,
+        ceiling=2.42,
+        tps=tps,
+        tps_low=tps and tps * 0.99,
+        tps_high=tps and tps * 1.01,
+        prompts=8,
+        reused_from=reused_from,
+        reason=None,
+        wall_s=1.0,
+        simulated=True,
+    )
+
+
+def test_a_study_must_stay_what_it_was(store):
+    store.define({"gate.ceiling": {"ppl": 2.42}, "engine.model": "m"}, {})
+    store.define({"gate.ceiling": {"ppl": 2.42}, "engine.model": "m"}, {})
+    with pytest.raises(UsageError, match=r'gate.ceiling = \{"ppl": 2.42\}, now it is \{"ppl": 2.5\}'):
+        store.define({"gate.ceiling": {"ppl": 2.5}, "engine.model": "m"}, {})
+    store.check_definition({"gate.ceiling": {"ppl": 2.5}, "engine.model": "m"}, ignore=("gate.ceiling",))
+
+
+def test_the_front_follows_every_outcome(store):
+    store.finish(outcome(0, tps=100, ppl=2.0))
+    store.finish(outcome(1, tps=120, ppl=2.2))
+    store.finish(outcome(2, tps=110, ppl=2.3))  # beaten by 1
+    store.finish(outcome(3, state="PRUNED", tps=None, ppl=2.6))
+    assert [p.trial for p in store.front()] == [0, 1]
+    store.finish(outcome(4, tps=130, ppl=1.9))  # beats all
+    assert [p.trial for p in store.front()] == [4]
+    assert store.best().trial == 4
+
+
+def test_two_studies_in_one_database_do_not_mix(store, url):
+    other = Store(open_engine(url), "other")
+    store.finish(outcome(0))
+    assert other.outcomes() == [] and other.front() == [] and other.best() is None
+
+
+def test_scores_are_remembered_once(store):
+    store.remember_scores("key", {"a": RecordScore(1.0, 2)})
+    store.remember_scores("key", {"a": RecordScore(9.0, 9), "b": RecordScore(3.0, 4)})
+    assert store.remembered_scores("key") == {"a": RecordScore(1.0, 2), "b": RecordScore(3.0, 4)}
+    assert store.remembered_scores("other") == {}
+
+
+def test_a_setting_is_found_again_but_not_through_a_reuse_or_a_failure(store):
+    store.finish(outcome(0, state="FAIL", tps=None, ppl=None))
+    assert store.measured({"sliding_window": 512}) is None
+    store.finish(outcome(1))
+    store.finish(outcome(2, reused_from=1))
+    assert store.measured({"sliding_window": 512}).trial == 1
+
+
+def test_slots_add_up_to_the_total_however_many_searchers_ask(url):
+    Store(open_engine(url), "s")
+    taken = []
+
+    def ask():
+        mine = Store(open_engine(url), "s")
+        while (slot := mine.take_slot(40, "host 1 1")) is not None:
+            taken.append(slot)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(40))
+
+
+def test_a_freed_slot_is_given_out_again_but_a_finished_one_is_not(store):
+    assert [store.take_slot(2, "o"), store.take_slot(2, "o"), store.take_slot(2, "o")] == [0, 1, None]
+    store.finish(outcome(0), slot=0)
+    store.free_unfinished_slot(0)
+    store.free_unfinished_slot(1)
+    assert (store.take_slot(2, "o"), store.finished()) == (1, 1)
+
+
+def test_a_database_locked_by_another_program_is_waited_for(store, url):
+    other = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    threading.Timer(1.5, lambda: other.execute("COMMIT")).start()
+    started = time.monotonic()
+    store.finish(outcome(0))
+    assert time.monotonic() - started > 1.0
+    assert store.outcome(0) is not None
+
+
+def test_a_database_that_cannot_be_written_is_one_sentence(tmp_path):
+    with pytest.raises(SearchError, match="cannot be written"):
+        open_engine(f"sqlite:///{tmp_path}/no/such/folder/study.db")
+    with pytest.raises(UsageError, match="not a database URL"):
+        open_engine("study.db")
+    with pytest.raises(SearchError, match="There is no study database"):
+        open_engine(f"sqlite:///{tmp_path}/absent.db", must_exist=True)
+
+
+def test_a_password_is_not_shown():
+    assert "secret" not in safe_url("postgresql://user:secret@host/db")

@@ -1,0 +1,264 @@
+"""Whole searches on the simulated engine, in a worker process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from search.errors import SearchError, UsageError
+from search.spec import read_study
+from search.store import REFERENCE, Store, open_engine
+from search.study import Options, search
+
+
+class Silent:
+    """Hears everything, says nothing; `on_stage` may interrupt."""
+
+    def __init__(self):
+        self.notes = []
+        self.on_stage = None
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def opened(self, finished, total): ...
+
+    def stage(self, trial, setting, stage, done, total):
+        if self.on_stage:
+            self.on_stage(trial, stage, done)
+
+    def finished(self, outcome, finished, best): ...
+
+
+@pytest.fixture
+def options(tmp_path):
+    def make(trials, **changes):
+        values = {
+            "trials": trials,
+            "storage": f"sqlite:///{tmp_path}/study.db",
+            "engine": "simulated",
+            "sampler": "tpe",
+            "seed": 0,
+            "timeout_s": None,
+            "logs": tmp_path / "logs",
+        }
+        return Options(**(values | changes))
+
+    return make
+
+
+def stored(options):
+    return Store(open_engine(options.storage), "synthetic-simulated")
+
+
+def optuna_trials(options):
+    return optuna.load_study(study_name="synthetic-simulated", storage=options.storage).get_trials()
+
+
+def test_a_search_finishes_its_trials_and_stores_the_front(study_folder, options):
+    summary = search(read_study(study_folder), options(40), Silent())
+    assert summary.counts["complete"] + summary.counts["pruned"] == 40
+    assert summary.counts["pruned"] > 0 and summary.engine_starts == 1
+    assert len(summary.front) >= 3
+    assert summary.best["ppl"] <= summary.ceiling == pytest.approx(1.05 * summary.reference.ppl)
+    assert summary.best["tps"] > 1.5 * summary.reference.tps
+    assert summary.as_json()["simulated"] is True
+    assert all(o.simulated for o in stored(options(40)).outcomes())
+
+
+def test_the_defaults_are_the_first_trial_and_the_reference_is_none_of_them(study_folder, options):
+    search(read_study(study_folder), options(1), Silent())
+    store = stored(options(1))
+    assert store.outcome(0).setting == {
+        "sliding_window": 512,
+        "centroid_top_k": 32,
+        "num_speculative_tokens": 4,
+    }
+    assert store.outcome(REFERENCE).setting["num_speculative_tokens"] == 0
+    assert len(optuna_trials(options(1))) == 1
+
+
+def test_a_pruned_trial_keeps_what_it_measured_and_its_constraint(study_folder, options):
+    search(read_study(study_folder), options(40), Silent())
+    for trial in optuna_trials(options(40)):
+        over = trial.user_attrs["ppl"] - stored(options(40)).outcome(trial.number).ceiling
+        assert trial.constraints["ppl"] == pytest.approx(over)
+        assert (trial.state == TrialState.PRUNED) == (over > 0)
+        assert ("tps" in trial.user_attrs) == (over <= 0)
+
+
+def test_a_pruned_trial_is_never_timed(study_folder, options):
+    search(read_study(study_folder), options(40), Silent())
+    store = stored(options(40))
+    pruned = [o.trial for o in store.outcomes() if o.state == "PRUNED"]
+    assert pruned
+    assert not any(store.measurements("speed", "done", trial) for trial in pruned)
+
+
+def test_perplexity_is_scored_once_a_window_and_the_memory_is_proved_once(study_folder, options):
+    summary = search(read_study(study_folder), options(60), Silent())
+    store = stored(options(60))
+    windows = {o.setting["sliding_window"] for o in store.outcomes()} | {512}
+    assert summary.gate["scored"] == len(windows)
+    assert len(store.measurements("gate", "proof")) == 1
+
+
+def test_a_known_setting_is_reused_and_said_to_be(edit_study, options):
+    folder = edit_study("centroid_top_k: {low: 1, high: 128, log: true}", "centroid_top_k: {low: 32, high: 33}")
+    spec = read_study(folder)
+    summary = search(spec, options(60, sampler="random"), Silent())
+    outcomes = stored(options(60)).outcomes()
+    reused = [o for o in outcomes if o.reused_from is not None]
+    assert summary.reused == len(reused) > 0
+    for o in reused:
+        source = outcomes[o.reused_from]
+        assert (o.tps, o.ppl, o.state, o.setting) == (source.tps, source.ppl, source.state, source.setting)
+        assert source.reused_from is None
+
+
+def test_an_interrupted_search_goes_on_to_exactly_its_total(study_folder, options):
+    spec = read_study(study_folder)
+    for trial_to_stop, stage_to_stop in ((3, "gate"), (7, "speed"), (9, "apply")):
+        observer = Silent()
+
+        def stop(trial, stage, done, at=(trial_to_stop, stage_to_stop)):
+            if trial >= at[0] and stage == at[1]:
+                raise KeyboardInterrupt
+
+        observer.on_stage = stop
+        with pytest.raises(KeyboardInterrupt):
+            search(spec, options(20), observer)
+        assert not [t for t in optuna_trials(options(20)) if t.state == TrialState.RUNNING]
+    summary = search(spec, options(20), Silent())
+    assert summary.counts["complete"] + summary.counts["pruned"] == 20
+    finished = [t for t in optuna_trials(options(20)) if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert len(finished) == 20
+    assert all("ppl" in t.constraints for t in finished)
+    # What was asked when the search stopped was asked again, and prompts timed before the stop are kept.
+    failed = [t for t in optuna_trials(options(20)) if t.state == TrialState.FAIL]
+    assert len(failed) == 3
+    again = [t.user_attrs["asked_before_as"] for t in optuna_trials(options(20)) if "asked_before_as" in t.user_attrs]
+    assert sorted(again) == sorted(t.number for t in failed)
+
+
+def test_a_resumed_search_does_not_draw_the_same_settings_again(study_folder, options):
+    spec = read_study(study_folder)
+    search(spec, options(6, sampler="random"), Silent())
+    search(spec, options(12, sampler="random"), Silent())
+    settings = [tuple(o.setting.values()) for o in stored(options(12)).outcomes()]
+    assert len(set(settings[1:6]) & set(settings[6:])) == 0
+
+
+def test_two_searchers_on_one_study_finish_exactly_its_total(study_folder, options, python):
+    command = [python, "-m", "search.run", "--study", str(study_folder), "--engine", "simulated", "--json"]
+    command += ["--trials", "30", "--storage", options(30).storage]
+    running = [
+        subprocess.Popen(command, cwd=study_folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    outcomes = [o for o in stored(options(30)).outcomes() if o.state != "FAIL"]
+    assert len(outcomes) == 30
+    assert len([t for t in optuna_trials(options(30)) if t.state.is_finished()]) == 30
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_after_sigkill_the_same_command_finishes_the_study(study_folder, options, python):
+    command = [python, "-m", "search.run", "--study", str(study_folder), "--engine", "simulated", "--json"]
+    command += ["--trials", "400", "--storage", options(400).storage]
+    process = subprocess.Popen(command, cwd=study_folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    database = Path(options(400).storage.removeprefix("sqlite:///"))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (database.exists() and stored(options(400)).finished() >= 5):
+        time.sleep(0.1)
+    (worker,) = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)
+    assert not runs(int(worker))  # the worker dies with its parent
+    before = stored(options(400)).finished()
+    summary = search(read_study(study_folder), options(before + 5), Silent())
+    assert summary.counts["complete"] + summary.counts["pruned"] == before + 5
+    assert not [t for t in optuna_trials(options(400)) if t.state == TrialState.RUNNING]
+
+
+def test_an_unreachable_ceiling_is_said_before_any_trial(study_folder, options):
+    with pytest.raises(SearchError, match="reference setting itself has perplexity 2.39"):
+        search(read_study(study_folder).with_ceiling(1.5), options(5), Silent())
+    assert optuna_trials(options(5)) == []
+
+
+def test_no_feasible_trial_is_no_error(edit_study, options):
+    folder = edit_study("low: 32, high: 512, step: 32", "low: 1, high: 64")
+    summary = search(read_study(folder), options(5), Silent())
+    assert summary.best is None and summary.front == [] and summary.counts["pruned"] == 5
+
+
+def test_a_changed_study_is_refused_by_the_key_that_changed(study_folder, options):
+    search(read_study(study_folder), options(2), Silent())
+    file = study_folder / "study.yaml"
+    file.write_text(file.read_text().replace("output_tokens: 64", "output_tokens: 32"))
+    with pytest.raises(UsageError, match="started with workload.output_tokens = 64, now it is 32"):
+        search(read_study(study_folder), options(4), Silent())
+
+
+def test_a_failing_engine_stops_the_search_with_one_sentence(study_folder, options, monkeypatch):
+    monkeypatch.setattr("search.trial.ANSWER_TIMEOUT_S", 0.0)
+    with pytest.raises(SearchError, match="reference setting could not be measured: The worker did not answer"):
+        search(read_study(study_folder), options(5), Silent())
+
+
+def run(python, folder, *arguments):
+    command = [python, "-m", "search.run", "--storage", "sqlite:///s.db", "--engine", "simulated", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_json_is_one_object_on_the_last_line_of_stdout(study_folder, python):
+    done = run(python, study_folder, "--study", ".", "--trials", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert set(document) >= {"study", "trials", "reference", "ceiling", "front", "best", "confirmed", "wall_s"}
+    assert "SIMULATED" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--study", "nowhere"], 2, "There is no study 'nowhere'"),
+        (["--study", ".", "--ppl-ceiling", "0.9"], 2, "--ppl-ceiling must be over 1"),
+        (["--study", ".", "--trials", "0"], 2, "--trials must be at least 1"),
+        (["--study", ".", "--storage", "study.db"], 2, "not a database URL"),
+        (["--study", ".", "--storage", "sqlite:////proc/none/s.db"], 1, "cannot be written"),
+        (["--study", ".", "--trials", "2", "--ppl-ceiling", "1.5"], 1, "over the ceiling"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_an_exit_code(study_folder, python, arguments, code, says):
+    done = run(python, study_folder, *arguments)
+    assert done.returncode == code
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and says in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_help_comes_at_once(python):
+    started = time.perf_counter()
+    done = subprocess.run([python, "-m", "search.run", "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 0.5
+    assert "--trials" in done.stdout
