@@ -460,7 +460,7 @@ def _timings(timed: list[Decoded]) -> list[speed.PromptTiming]:
 
 def _speed_figures(found: speed.Throughput, timed: list[Decoded]) -> dict[str, Any]:
     drafts = sum(t.drafts for t in timed)
-    positions = max((len(t.accepted_per_pos) for t in timed), default=0)
+    positions = sum(t.draft_tokens for t in timed) // drafts if drafts else 0  # an engine counts up to its largest K
     accepted = [sum(t.accepted_per_pos[i] for t in timed) for i in range(positions)]
     return {
         "tps": found.tps,

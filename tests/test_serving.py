@@ -1,0 +1,126 @@
+"""The manifest and what is made of it, without starting a server (test_vllm.py starts one)."""
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from search.errors import RefusedError
+from search.manifest import build_manifest, environment_keys, write_manifest
+from search.serving import derive_drafter, drafter_values, server_arguments
+from search.spec import read_study
+from search.store import Environment, Measurement, Outcome
+
+SETTING = {"sliding_window": 188, "centroid_top_k": 49, "num_speculative_tokens": 7}
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    def make(name, config):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(b"weights")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def spec(edit_study, model_folder):
+    target = model_folder("target", {"text_config": {"sliding_window": 512}})
+    return read_study(edit_study("model: example/model", f"model: {target}"))
+
+
+@pytest.fixture
+def manifest(spec):
+    figures = {"acceptance_rate": [0.7, float("nan")], "output_hash": "00ff"}
+    return build_manifest(
+        spec,
+        Outcome(
+            study="s", trial=17, setting=SETTING, tps=510.5, tps_low=508.0, tps_high=513.0, ppl=2.393, ceiling=2.42
+        ),
+        Outcome(setting={}, tps=200.0, ppl=2.3),
+        Measurement(effective=SETTING, figures=figures, created_at=datetime(2026, 1, 1, tzinfo=UTC)),
+        Environment(
+            model_hash="aa",
+            drafter_hash="bb",
+            build_hash="cc",
+            facts={"vllm": "0.32.0", "transformers": "5.19.0", "torch": "2.13.0+cpu"},
+        ),
+    )
+
+
+def test_every_key_follows_from_the_setting_and_is_text(spec):
+    keys = environment_keys(spec, SETTING)
+    assert all(isinstance(value, str) for value in keys.values())
+    assert (keys["SLIDING_WINDOW"], keys["CENTROID_TOP_K"], keys["MAX_MODEL_LEN"]) == ("188", "49", "1024")
+    assert json.loads(keys["HF_OVERRIDES"]) == {"text_config": {"sliding_window": 188}}
+    assert json.loads(keys["SPECULATIVE_CONFIG"]) == {
+        "method": "mtp",
+        "model": "example/drafter",
+        "num_speculative_tokens": 7,
+    }
+    assert (keys["WARMUP_NUM_PROMPTS"], keys["WARMUP_MAX_TOKENS"], keys["WARMUP_SEED"]) == ("64", "1", "42")
+    assert "FA_SLIDING" not in keys  # nothing honours it yet
+
+
+def test_overrides_have_the_shape_of_the_models_config(spec, model_folder, edit_study):
+    flat = model_folder("flat", {"sliding_window": 512})
+    folder = edit_study(spec.engine.model, str(flat))
+    keys = environment_keys(read_study(folder), SETTING)
+    assert json.loads(keys["HF_OVERRIDES"]) == {"sliding_window": 188}
+
+
+def test_without_drafts_no_drafter_is_served(spec):
+    keys = environment_keys(spec, {**SETTING, "num_speculative_tokens": 0})
+    assert "SPECULATIVE_CONFIG" not in keys and "CENTROID_TOP_K" not in keys
+
+
+def test_a_manifest_invents_nothing(manifest, tmp_path):
+    write_manifest(manifest, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert written["confirmed"] is None
+    evidence = written["evidence"]
+    assert evidence["tps"] == {"claimed": None, "mean": 510.5, "low": 508.0, "high": 513.0}
+    assert evidence["held_out"] is evidence["identity"] is evidence["p_pass"] is None
+    assert evidence["acceptance_rate"] == [0.7, None]
+    assert evidence["ratio"] == pytest.approx(2.393 / 2.3)
+
+
+def test_an_export_replaces_an_older_one_and_nothing_else(manifest, tmp_path):
+    out = tmp_path / "out"
+    write_manifest(manifest, out)
+    (out / "drafter").mkdir()
+    write_manifest({**manifest, "name": "second"}, out)
+    assert json.loads((out / "manifest.json").read_text())["name"] == "second"
+    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "serve.py"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious.txt").write_text("x")
+    with pytest.raises(RefusedError, match="not an exported manifest"):
+        write_manifest(manifest, other)
+    assert (other / "precious.txt").exists()
+
+
+def test_the_derived_drafter_carries_window_and_top_k(manifest, model_folder, tmp_path):
+    source = model_folder("drafter", {"centroid_intermediate_top_k": 32, "text_config": {"sliding_window": 512}})
+    out = derive_drafter(source, tmp_path / "derived", drafter_values(manifest["env"]))
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"centroid_intermediate_top_k": 49, "text_config": {"sliding_window": 188}}
+    assert (out / "model.safetensors").resolve() == (source / "model.safetensors").resolve()
+    assert json.loads((source / "config.json").read_text())["centroid_intermediate_top_k"] == 32
+    assert derive_drafter(source, out, {"centroid_top_k": 8}) == out  # a second start makes it anew
+
+
+def test_the_servers_arguments_are_the_manifests(manifest, tmp_path):
+    arguments = server_arguments(manifest, tmp_path / "target", tmp_path / "drafter")
+
+    def value(flag):
+        return arguments[arguments.index(flag) + 1]
+
+    assert value("--max-model-len") == "1024" and value("--max-num-seqs") == "1"
+    assert "--no-enable-prefix-caching" in arguments
+    assert json.loads(value("--hf-overrides")) == {"text_config": {"sliding_window": 188}}
+    assert json.loads(value("--speculative-config"))["model"] == str(tmp_path / "drafter")

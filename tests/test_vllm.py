@@ -1,0 +1,226 @@
+"""The real miniature under a real vLLM on this machine's CPU. Minutes, not seconds.
+
+The table that the live-equals-cold proof prints is seen with: python -m pytest tests/test_vllm.py -k cold -s
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+import urllib.request
+
+import pytest
+from conftest import MINIATURE
+
+from search.engine.process import Worker, WorkerError
+from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
+from search.modelfiles import read_config
+from search.serving import derive_drafter
+from search.spec import read_study
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
+LOAD_S, ANSWER_S = 600.0, 120.0
+# K at none, small, middle and largest; each with another window and another top-k.
+SETTINGS = [
+    {WINDOW: 512, TOP_K: 32, DRAFTS: 0},
+    {WINDOW: 256, TOP_K: 16, DRAFTS: 2},
+    {WINDOW: 128, TOP_K: 4, DRAFTS: 5},
+    {WINDOW: 64, TOP_K: 128, DRAFTS: 10},
+]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return read_study(MINIATURE)
+
+
+@pytest.fixture(scope="module")
+def live(spec, tmp_path_factory):
+    """One engine built with the largest values of all knobs."""
+    with Worker("vllm", tmp_path_factory.mktemp("live") / "worker.log") as worker:
+        limits = {knob.name: knob.largest for knob in spec.knobs}
+        request = Load(model=spec.engine.model, drafter=spec.engine.drafter, args=spec.engine.args, limits=limits)
+        worker.ask(request, Loaded, LOAD_S)
+        yield worker
+
+
+def cold_request(spec, setting, folder):
+    """An engine that stock vLLM builds for one setting, from model folders whose configs say it."""
+    target = derive_drafter(folder_of(spec.engine.model), folder / "target", {WINDOW: setting[WINDOW]})
+    values = {WINDOW: setting[WINDOW], TOP_K: setting[TOP_K]}
+    drafter = derive_drafter(folder_of(spec.engine.drafter), folder / "drafter", values)
+    assert read_config(target)["sliding_window"] == setting[WINDOW]
+    return Load(model=str(target), drafter=str(drafter), args=spec.engine.args, limits={DRAFTS: setting[DRAFTS]})
+
+
+def folder_of(name):
+    return MINIATURE / name.rsplit("/", 1)[-1]
+
+
+def apply(worker, setting, prompt):
+    return worker.ask(Apply(setting=setting, probe=list(prompt.token_ids), probe_tokens=24), Applied, ANSWER_S)
+
+
+def score(worker, record):
+    request = Score(record=record.id, context=list(record.context), target=list(record.target))
+    return worker.ask(request, Scored, ANSWER_S).nll
+
+
+def decode(worker, prompt, tokens=48):
+    return worker.ask(Decode(prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=tokens), Decoded, ANSWER_S)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"w{s[WINDOW]}-c{s[TOP_K]}-k{s[DRAFTS]}")
+def test_a_live_engine_equals_one_built_cold_for_the_setting(live, spec, setting, tmp_path):
+    prompts, records = spec.prompts()[:12], spec.records()[:6]
+    with Worker("vllm", tmp_path / "cold.log") as cold:
+        cold.ask(cold_request(spec, setting, tmp_path), Loaded, LOAD_S)
+        found = apply(cold, {}, prompts[0]).effective
+        drafting = setting[DRAFTS] > 0
+        assert found == (setting if drafting else {k: v for k, v in setting.items() if k != TOP_K})
+        assert apply(live, setting, prompts[0]).effective == setting
+        for record in records:
+            assert score(live, record) / len(record.target) == pytest.approx(
+                score(cold, record) / len(record.target), abs=1e-6
+            )
+        ratios = []
+        for prompt in prompts:  # in turns, so that a drifting machine slows both alike
+            a, b = decode(live, prompt), decode(cold, prompt)
+            assert a.output_hash == b.output_hash
+            assert (a.drafts, a.draft_tokens, sum(a.accepted_per_pos)) == (
+                b.drafts,
+                b.draft_tokens,
+                sum(b.accepted_per_pos),
+            )
+            ratios.append(b.latency_s / a.latency_s)
+        ratio = statistics.geometric_mean(ratios)
+        spread = statistics.stdev(ratios) / len(ratios) ** 0.5
+        print(f"\n{setting}: live ÷ cold TPS {ratio:.3f} ± {2 * spread:.3f} over {len(ratios)} prompts")
+        assert abs(ratio - 1) < 0.04 + 3 * spread
+
+
+def test_going_back_to_a_setting_gives_its_first_values_bit_for_bit(live, spec):
+    prompt, record = spec.prompts()[1], spec.records()[0]
+
+    def measure(setting):
+        apply(live, setting, prompt)
+        return score(live, record), decode(live, prompt).output_hash
+
+    first = measure(SETTINGS[1])
+    assert measure(SETTINGS[3]) != first
+    assert measure(SETTINGS[1]) == first
+
+
+def test_greedy_tokens_are_the_same_with_and_without_drafts(live, spec):
+    for prompt in spec.prompts()[:6]:
+        hashes = set()
+        for drafts, top_k in ((0, 32), (3, 32), (8, 4)):
+            apply(live, {WINDOW: 256, TOP_K: top_k, DRAFTS: drafts}, prompt)
+            hashes.add(decode(live, prompt).output_hash)
+        assert len(hashes) == 1
+
+
+def test_the_order_of_records_does_not_matter(live, spec):
+    records = spec.records()[:8]
+    forward = [score(live, record) for record in records]
+    backward = [score(live, record) for record in reversed(records)][::-1]
+    assert forward == backward
+
+
+def test_a_wrong_engine_argument_is_one_sentence(spec, tmp_path):
+    with Worker("vllm", tmp_path / "worker.log") as worker:
+        request = Load(model=spec.engine.model, drafter=None, args={"max_model_length": 1024}, limits={})
+        with pytest.raises(WorkerError, match="max_model_length is no argument of vLLM.*Did you mean max_model_len"):
+            worker.ask(request, Loaded, LOAD_S)
+
+
+def test_ten_trials_stopped_half_way_resumed_exported_and_served(python, tmp_path):
+    storage = f"sqlite:///{tmp_path}/study.db"
+    command = [python, "-m", "search.run", "--trials", "10", "--storage", storage, "--json"]
+
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        for line in run.stderr:
+            if line.startswith("[4/10]"):
+                break
+        else:
+            pytest.fail(f"the search ended before its fourth trial; exit code {run.wait()}")
+        run.send_signal(signal.SIGINT)
+        asked = time.monotonic()
+        assert run.wait(timeout=30) == 130
+        assert time.monotonic() - asked < 10
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["trials"]["complete"] + summary["trials"]["pruned"] == 10
+    assert summary["simulated"] is False
+    assert summary["engine_starts"] == 1
+    best = summary["best"]
+    assert best["tps"] > 1.1 * summary["reference"]["tps"]
+    assert best["ppl"] <= summary["ceiling"]
+
+    out = tmp_path / "m"
+    subprocess.run([python, "-m", "search.export", "--storage", storage, "--out", str(out)], cwd=tmp_path, check=True)
+    served_as_exported(python, out, best, tmp_path)
+
+
+def served_as_exported(python, out, best, tmp_path):
+    manifest = json.loads((out / "manifest.json").read_text())
+    port = 8931
+    address = f"http://127.0.0.1:{port}"
+    with (tmp_path / "serve.log").open("wb") as log:
+        server = subprocess.Popen(
+            [python, str(out / "serve.py"), "--port", str(port)], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_until_ready(server, f"{address}/v1/models", tmp_path / "serve.log")
+        assert get(f"{address}/effective") == best["knobs"]
+        prompt = list(read_study(MINIATURE).prompts()[0].token_ids)
+        body = {
+            "model": manifest["served_model_name"],
+            "prompt": prompt,
+            "max_tokens": 24,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        }
+        before = draft_counters(address)
+        (choice,) = get(f"{address}/v1/completions", body)["choices"]
+        drafts, draft_tokens = (b - a for a, b in zip(before, draft_counters(address), strict=True))
+        assert len(choice["token_ids"]) == 24
+        assert len(choice["prompt_logprobs"]) == len(prompt) and choice["prompt_logprobs"][0] is None
+        assert draft_tokens == best["knobs"][DRAFTS] * drafts > 0
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_until_ready(server, url, log):
+    deadline = time.monotonic() + LOAD_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()[-2000:]
+        try:
+            get(url)
+            return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail("the server did not become ready")
+
+
+def get(url, body=None):
+    request = urllib.request.Request(url, data=body and json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        return json.loads(answer.read())
+
+
+def draft_counters(address):
+    with urllib.request.urlopen(f"{address}/metrics", timeout=ANSWER_S) as answer:
+        lines = answer.read().decode().splitlines()
+    names = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total")
+    return [float(line.rsplit(" ", 1)[1]) for name in names for line in lines if line.startswith(name)]
