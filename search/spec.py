@@ -41,10 +41,14 @@ class WarmupSpec:
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """What is decoded for TPS: `output_tokens` after each prompt."""
+    """What is decoded for TPS: `output_tokens` after each prompt.
+
+    Prompts are timed until a trial's interval is within ± `precision` (0.01 is 1 %), or all tune prompts are.
+    """
 
     prompts: Path
     output_tokens: int
+    precision: float
     warmup: WarmupSpec
 
 
@@ -249,6 +253,7 @@ def _knobs(section: _Section, *, has_drafter: bool) -> tuple[Knob, ...]:
 def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     prompts = folder / section.take("prompts", str)
     tokens = section.take("output_tokens", int, least=2)
+    precision = section.take("precision", float, 0.01, least=0.001)
     warmup = WarmupSpec()
     if "warmup" in section.children:
         part = section.section("warmup")
@@ -260,7 +265,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
         part.done()
     section.taken.add("warmup")
     section.done()
-    return WorkloadSpec(prompts, tokens, warmup)
+    return WorkloadSpec(prompts, tokens, precision, warmup)
 
 
 def _gate(section: _Section, folder: Path) -> GateSpec:

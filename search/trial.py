@@ -28,7 +28,6 @@ ANSWER_TIMEOUT_S = 300.0
 PROBE_TOKENS = 24  # decoded after every change: warms up, and lets K be counted
 MIN_PROMPTS = 6  # timed before an interval is believed
 REPEATED_PROMPTS = 8  # of the reference, timed twice for the noise
-HALF_WIDTH = 0.01  # a throughput interval this narrow (± 1 %) is narrow enough
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
 
 
@@ -274,7 +273,7 @@ class Laboratory:
                         found,
                         f"stopped after {len(timed)} prompts: a known setting is faster and no worse",
                     )
-                if max(found.high / found.tps, found.tps / found.low) - 1 <= HALF_WIDTH:
+                if max(found.high / found.tps, found.tps / found.low) - 1 <= self._spec.workload.precision:
                     return timed, found, None
         except KeyboardInterrupt:
             self._store.add(self._speed_row(trial, setting, effective, timed, {}, "interrupted"))
