@@ -15,14 +15,6 @@ class RecordScore:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """The largest perplexity that passes, and how the study stated it."""
-
-    ppl: float
-    stated: str
-
-
 def perplexity(scores: Iterable[RecordScore]) -> float:
     """exp(Σ NLL ÷ Σ tokens): the perplexity of the records taken as one text.
 
@@ -41,9 +33,9 @@ def perplexity(scores: Iterable[RecordScore]) -> float:
     return math.exp(nll / tokens)
 
 
-def violation(ppl: float, ceiling: Ceiling) -> float:
+def violation(ppl: float, ceiling: float) -> float:
     """How far `ppl` lies over the ceiling; feasible where it is ≤ 0."""
-    return ppl - ceiling.ppl
+    return ppl - ceiling
 
 
 def largest_shift(scores: Mapping[str, RecordScore], again: Mapping[str, RecordScore]) -> float:

@@ -117,8 +117,10 @@ class LiveProgress:
             rows.add_row("best", Text(verdict(self._best), style="bold green"))
         if not self._total:
             return Group(rows)
-        head = Text(f"{self._finished}/{self._total} trials{self._eta()}", style="bold")
-        return Group(head, ProgressBar(total=self._total, completed=self._finished), rows)
+        head = Table.grid(padding=(0, 1))
+        count = Text(f"{self._finished}/{self._total} trials{self._eta()}", style="bold")
+        head.add_row(ProgressBar(total=self._total, completed=self._finished, width=24), count)
+        return Group(head, rows)
 
     def _eta(self) -> str:
         done = self._finished - self._started_with

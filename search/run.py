@@ -102,8 +102,8 @@ def closing_words(summary: Summary, study: str | None, storage: str) -> list[str
     marked = "SIMULATED " if summary.simulated else ""
     lines = [
         f"{counts['complete'] + counts['pruned']} trials finished in {summary.wall_s:.0f} s: "
-        f"{counts['complete']} measured ({summary.reused} trials reused a known setting), "
-        f"{counts['pruned']} pruned over the ceiling of {summary.ceiling:.4f}, {counts['failed']} failed."
+        f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
+        f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
     ]
     if summary.best is None:
         return [

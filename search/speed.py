@@ -37,6 +37,11 @@ class Throughput:
     high: float
     prompts: int
 
+    @property
+    def half_width(self) -> float:
+        """The longer arm of the interval, relative to the estimate (0.01 is 1 %)."""
+        return max(self.high / self.tps, self.tps / self.low) - 1
+
 
 def throughput(timings: Sequence[PromptTiming]) -> float:
     """Generated tokens ÷ wall seconds over `timings`.

@@ -23,8 +23,9 @@ from search.engine.protocol import Setting
 from search.errors import SearchError
 from search.knobs import TOP_K, WINDOW, Knob
 from search.spec import StudySpec
+from search.stages import Observer
 from search.store import BUSY_TIMEOUT_S, REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
-from search.trial import Laboratory, Observer
+from search.trial import Laboratory
 
 STARTUP_TRIALS = 12
 FAILURES_IN_A_ROW = 10
@@ -70,7 +71,7 @@ class Summary:
     counts: dict[str, int]
     reused: int
     reference: Outcome
-    ceiling: float
+    ceiling: float | None
     front: list[dict[str, Any]]
     best: dict[str, Any] | None
     wall_s: float
@@ -186,7 +187,8 @@ def _loop(
 
 def tell(study: optuna.Study, outcome: Outcome) -> None:
     """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned."""
-    trial = optuna.trial.Trial(study, study.get_trials(deepcopy=False)[outcome.trial]._trial_id)
+    frozen = study.get_trials(deepcopy=False)[outcome.trial]
+    trial = optuna.trial.Trial(study, frozen._trial_id)
     attributes = {
         "setting": outcome.setting,
         "ppl": outcome.ppl,
@@ -200,7 +202,8 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
     for name, value in attributes.items():
         if value is not None:
             trial.set_user_attr(name, value)
-    if outcome.ppl is not None and outcome.ceiling is not None:
+    told_before = CONSTRAINT in frozen.constraints  # by a searcher that was killed before it could finish
+    if outcome.ppl is not None and outcome.ceiling is not None and not told_before:
         trial.set_constraint(CONSTRAINT, outcome.ppl - outcome.ceiling)
     if outcome.state == "COMPLETE":
         assert outcome.tps is not None and outcome.ppl is not None
@@ -302,7 +305,7 @@ def _summary(store: Store, engine_starts: int, wall_s: float) -> Summary:
         },
         reused=sum(outcome.reused_from is not None for outcome in outcomes),
         reference=reference,
-        ceiling=next((o.ceiling for o in outcomes if o.ceiling is not None), float("nan")),
+        ceiling=reference.ceiling,
         front=front,
         best=front[-1] if front else None,
         wall_s=wall_s,

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from search.gate import Ceiling, RecordScore, largest_shift, perplexity, violation
+from search.gate import RecordScore, largest_shift, perplexity, violation
 
 
 def test_perplexity_weighs_tokens_not_records():
@@ -23,7 +23,7 @@ def test_perplexity_of_nothing_or_of_no_number_is_an_error(scores):
 
 
 def test_a_setting_at_the_ceiling_is_feasible_and_one_above_is_not():
-    assert violation(2.42, Ceiling(2.42, "")) <= 0 < violation(2.4200001, Ceiling(2.42, ""))
+    assert violation(2.42, 2.42) <= 0 < violation(2.4200001, 2.42)
 
 
 def test_the_largest_shift_is_per_token():

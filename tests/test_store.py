@@ -8,8 +8,7 @@ import pytest
 
 from search.errors import SearchError, UsageError
 from search.gate import RecordScore
-from search.store import Outcome, Store, open_engine, safe_url
-from search.store.store import setting_key
+from search.store import Outcome, Store, open_engine, safe_url, setting_key
 
 
 @pytest.fixture

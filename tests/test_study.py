@@ -219,7 +219,7 @@ def test_a_changed_study_is_refused_by_the_key_that_changed(study_folder, option
 
 
 def test_a_failing_engine_stops_the_search_with_one_sentence(study_folder, options, monkeypatch):
-    monkeypatch.setattr("search.trial.ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("search.engine.session.ANSWER_TIMEOUT_S", 0.0)
     with pytest.raises(SearchError, match="reference setting could not be measured: The worker did not answer"):
         search(read_study(study_folder), options(5), Silent())
 

@@ -8,7 +8,7 @@ from search.store.models import (
     Outcome,
     PromptTimingRow,
 )
-from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, open_engine, safe_url
+from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, open_engine, safe_url, setting_key
 
 __all__ = [
     "BUSY_TIMEOUT_S",
@@ -22,4 +22,5 @@ __all__ = [
     "open_engine",
     "pareto_front",
     "safe_url",
+    "setting_key",
 ]

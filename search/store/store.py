@@ -249,6 +249,14 @@ class Store:
         front = self.front()
         return self.outcome(front[-1].trial) if front else None
 
+    def fastest_within(self, ppl: float) -> float:
+        """The largest lower bound of TPS among measured trials with perplexity at most `ppl`; 0 if none."""
+        query = select(func.max(Outcome.tps_low)).where(
+            Outcome.study == self.study, Outcome.state == "COMPLETE", Outcome.ppl <= ppl
+        )
+        with self._session() as session:
+            return session.scalar(query) or 0.0
+
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""
         query = select(Environment).where(Environment.study == self.study).order_by(Environment.id)
