@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from search.engine.preload import with_preload
 from search.knobs import TOP_K, WINDOW
 from search.modelfiles import file_hash, model_folder, read_config, text_config
 
@@ -33,7 +34,7 @@ WARMUP_PROMPT_TOKENS = 16
 def serve(folder: Path) -> None:
     """Serve the manifest in `folder` until interrupted; arguments of this process go on to vLLM."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    os.environ.update(manifest["env"])
+    os.environ.update(with_preload({**os.environ, **manifest["env"]}))  # the engine is a child process
     hashes = manifest["evidence"]["hashes"]
     target = _checked(manifest["model_id"], hashes["model"])
     drafter = None

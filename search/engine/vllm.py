@@ -218,4 +218,5 @@ def _environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "patches": sorted(active_patches),
+        "preload": [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library],
     }
