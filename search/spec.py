@@ -43,12 +43,14 @@ class WarmupSpec:
 class WorkloadSpec:
     """What is decoded for TPS: `output_tokens` after each prompt.
 
-    Prompts are timed until a trial's interval is within ± `precision` (0.01 is 1 %), or all tune prompts are.
+    A trial times prompts until its interval is within ± `precision` (0.01 is 1 %), but no more than
+    `prompts_per_trial` (None: all tune prompts).
     """
 
     prompts: Path
     output_tokens: int
     precision: float
+    prompts_per_trial: int | None
     warmup: WarmupSpec
 
 
@@ -254,6 +256,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     prompts = folder / section.take("prompts", str)
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
+    most = section.optional("prompts_per_trial", int, least=2)
     warmup = WarmupSpec()
     if "warmup" in section.children:
         part = section.section("warmup")
@@ -265,7 +268,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
         part.done()
     section.taken.add("warmup")
     section.done()
-    return WorkloadSpec(prompts, tokens, precision, warmup)
+    return WorkloadSpec(prompts, tokens, precision, most, warmup)
 
 
 def _gate(section: _Section, folder: Path) -> GateSpec:

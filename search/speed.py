@@ -10,6 +10,7 @@ for the anchor too do not widen the interval.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -99,12 +100,12 @@ def _ratio_estimate(timings: Sequence[PromptTiming], anchor: Mapping[str, float]
 
 
 def relative_noise(first: Mapping[str, float], again: Mapping[str, float]) -> float:
-    """Relative standard deviation of one latency, from prompts timed twice at the same setting.
+    """Relative standard deviation of one latency, from two or more prompts timed twice at the same setting.
 
-    The common shift between the two passes counts too: it is what a trial timed later is off by.
+    What shifted all prompts of a pass alike (the machine drifting) is left out: timing more prompts of the same
+    pass would not make it smaller.
     """
-    logs = [math.log(again[p] / first[p]) for p in again]
-    return math.sqrt(math.fsum(x * x for x in logs) / len(logs) / 2)
+    return statistics.stdev(math.log(again[p] / first[p]) for p in again) / math.sqrt(2)
 
 
 def acceptance_rate(accepted_per_pos: Sequence[int], drafts: int) -> list[float]:

@@ -46,6 +46,7 @@ class Stages:
         self._records_hash = spec.definition()["gate.records"]
         self._output_tokens = spec.workload.output_tokens
         self._precision = spec.workload.precision
+        self._most_prompts = spec.workload.prompts_per_trial or len(self._prompts)
         self._noise = 0.0
         self._anchors: list[dict[str, float]] = []
         self._memory_holds: bool | None = None
@@ -177,7 +178,7 @@ class Stages:
                 found = speed.estimate(_timings(timed), self._anchors, self._noise)
                 if found.high < to_beat:
                     remark = f"stopped after {len(timed)} prompts: a known setting is faster and no worse"
-                if remark or found.half_width <= self._precision:
+                if remark or found.half_width <= self._precision or len(timed) >= self._most_prompts:
                     break
         except KeyboardInterrupt:
             self._store.add(self._speed_row(trial, "interrupted", setting, effective, {}, timed))

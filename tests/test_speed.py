@@ -68,7 +68,7 @@ def test_an_estimate_needs_two_known_prompts():
 def test_noise_recovers_the_spread_of_a_repeated_timing():
     draw = random.Random(2)
     first = {f"p{i}": math.exp(draw.gauss(0, 0.02)) for i in range(4000)}
-    again = {p: math.exp(draw.gauss(0, 0.02)) for p in first}
+    again = {p: 1.1 * math.exp(draw.gauss(0, 0.02)) for p in first}  # the whole second pass 10 % slower
     assert relative_noise(first, again) == pytest.approx(0.02, rel=0.05)
 
 
