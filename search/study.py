@@ -27,7 +27,7 @@ from search.stages import Observer
 from search.store import BUSY_TIMEOUT_S, REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
 from search.trial import Laboratory
 
-STARTUP_TRIALS = 24
+STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
 FAILURES_IN_A_ROW = 10
 OPEN_ATTEMPTS = 6
 ORPHAN_AGE_S = 60.0  # an asked trial that has had no slot for this long belongs to a searcher that died
