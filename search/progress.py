@@ -21,6 +21,7 @@ STAGE_WORDS = {
     "apply": "setting the knobs",
     "gate": "scoring perplexity",
     "speed": "timing prompts",
+    "control": "timing the control",
 }
 
 

@@ -57,7 +57,9 @@ def throughput(timings: Sequence[PromptTiming]) -> float:
     return tokens / seconds
 
 
-def estimate(timings: Sequence[PromptTiming], anchors: Sequence[Mapping[str, float]], noise: float) -> Throughput:
+def estimate(
+    timings: Sequence[PromptTiming], anchors: Sequence[Mapping[str, float]], noise: float, common_noise: float = 0.0
+) -> Throughput:
     """Throughput over all tune prompts from the timed ones.
 
     Args:
@@ -65,10 +67,12 @@ def estimate(timings: Sequence[PromptTiming], anchors: Sequence[Mapping[str, flo
         anchors: one or more settings' seconds by prompt id, each on every tune prompt. The one that predicts
             the timed prompts best is used.
         noise: relative standard deviation of one prompt's latency when it is timed again (0.01 is 1 %).
+        common_noise: relative standard deviation of what all latencies were divided by (a drift correction).
 
     Returns:
         The ratio estimate. Its variance is that of the residuals from the ratio line over the prompts not
-        timed, plus timing noise over the prompts timed; the interval is Student's t on the total time.
+        timed, plus timing noise over the prompts timed, plus the common noise; the interval is Student's t on
+        the total time.
 
     Raises:
         ValueError: fewer than two timings, no anchor, or a prompt that an anchor was not timed on.
@@ -78,10 +82,13 @@ def estimate(timings: Sequence[PromptTiming], anchors: Sequence[Mapping[str, flo
     if any(timing.prompt_id not in anchor for anchor in anchors for timing in timings):
         raise ValueError("a timed prompt is not one of the study's tune prompts")
     throughput(timings)
-    return min((_ratio_estimate(timings, anchor, noise) for anchor in anchors), key=lambda t: t.high - t.low)
+    found = (_ratio_estimate(timings, anchor, noise, common_noise) for anchor in anchors)
+    return min(found, key=lambda t: t.high - t.low)
 
 
-def _ratio_estimate(timings: Sequence[PromptTiming], anchor: Mapping[str, float], noise: float) -> Throughput:
+def _ratio_estimate(
+    timings: Sequence[PromptTiming], anchor: Mapping[str, float], noise: float, common_noise: float
+) -> Throughput:
     count, population = len(timings), len(anchor)
     tokens_a_prompt = sum(timing.tokens for timing in timings) / count
     ratio = math.fsum(t.latency_s for t in timings) / math.fsum(anchor[t.prompt_id] for t in timings)
@@ -89,7 +96,7 @@ def _ratio_estimate(timings: Sequence[PromptTiming], anchor: Mapping[str, float]
     residuals = [t.latency_s - ratio * anchor[t.prompt_id] for t in timings]
     spread = math.fsum(r * r for r in residuals) / (count - 1)
     sampled = count / population
-    variance = (1 - sampled) * spread / count + (noise * mean_s) ** 2 / count
+    variance = (1 - sampled) * spread / count + (noise * mean_s) ** 2 / count + (common_noise * mean_s) ** 2
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     return Throughput(
         tps=tokens_a_prompt / mean_s,
@@ -106,6 +113,11 @@ def relative_noise(first: Mapping[str, float], again: Mapping[str, float]) -> fl
     pass would not make it smaller.
     """
     return statistics.stdev(math.log(again[p] / first[p]) for p in again) / math.sqrt(2)
+
+
+def drift(reference_s: Mapping[str, float], now_s: Mapping[str, float]) -> float:
+    """How much longer the prompts of `now_s` take now than they did in `reference_s`, at one setting."""
+    return math.exp(statistics.fmean(math.log(now_s[p] / reference_s[p]) for p in now_s))
 
 
 def acceptance_rate(accepted_per_pos: Sequence[int], drafts: int) -> list[float]:

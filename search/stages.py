@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from search import gate, speed
@@ -21,6 +23,8 @@ from search.store import REFERENCE, Measurement, PromptTimingRow, Store
 PROBE_TOKENS = 24  # decoded after every change: warms up, and lets K be counted
 MIN_PROMPTS = 6  # timed before an interval is believed
 REPEATED_PROMPTS = 8  # of the reference, timed twice for the noise
+CONTROL_PROMPTS = 2  # decoded at the reference setting between trials, to see the machine drift
+CONTROL_AGE_S = 3.0  # a control older than this no longer says how fast the machine is now
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
 
 
@@ -48,12 +52,18 @@ class Stages:
         self._precision = spec.workload.precision
         self._most_prompts = spec.workload.prompts_per_trial or len(self._prompts)
         self._noise = 0.0
+        self._reference: Setting = {}
+        self._reference_s: dict[str, float] = {}
+        self._control: tuple[float, float] | None = None  # when, and the drift then
         self._anchors: list[dict[str, float]] = []
         self._memory_holds: bool | None = None
 
     def recall(self) -> None:
         """Take up what the store knows of the study; the reference must have been measured."""
-        self._noise = float(self._store.measurements("speed", "done", REFERENCE)[0].figures["noise"])
+        reference = self._store.measurements("speed", "done", REFERENCE)[0]
+        self._noise = float(reference.figures["noise"])
+        self._reference = reference.setting
+        self._reference_s = {t.prompt: t.latency_s for t in reference.timings}
         for measured in self._store.measurements("speed", "done"):
             if len(measured.timings) == len(self._prompts):
                 self._anchors.append({t.prompt: t.latency_s for t in measured.timings})
@@ -77,6 +87,12 @@ class Stages:
             reason = f"asked for {words(setting)}, but the engine runs {words(acting)}"
             raise self._session.refuse("mismatch", reason)
         return applied.effective
+
+    def _switch(self, setting: Setting) -> None:
+        """Put the knobs to `setting` without a probe: K shows in every prompt that is timed then."""
+        applied = self._session.ask(Apply(setting=setting, probe=[], probe_tokens=0), Applied)
+        if any(applied.effective.get(name, value) != value for name, value in setting.items()):
+            raise self._session.refuse("mismatch", f"asked for {words(setting)}, runs {words(applied.effective)}")
 
     # Gate -----------------------------------------------------------------------------------------------
 
@@ -163,19 +179,25 @@ class Stages:
         The first setting with drafts is timed on all of them: it shows which prompts are easy to draft, which
         the reference cannot, and so narrows the interval of every later trial.
 
+        A machine drifts by more than settings differ. Control prompts at the reference setting, before and after,
+        say by how much, and the estimate is what the trial would have shown on the machine as it was when the
+        reference was measured; the uncorrected figure is kept as `tps_raw`.
+
         Returns:
             The estimate, its row, and a remark where the trial was stopped because it is beaten.
         """
         all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
         timed: list[Decoded] = []
         remark = None
+        before = self._drift(trial, fresh_is_enough=True)
+        self._switch(setting)
         try:
             for number, prompt in enumerate(self._prompts):
                 self._observer.stage(trial, setting, "speed", number, len(self._prompts))
                 timed.append(self._time(prompt, setting))
                 if len(timed) < MIN_PROMPTS or all_of_them:
                     continue
-                found = speed.estimate(_timings(timed), self._anchors, self._noise)
+                found = self._estimate(timed, [before])
                 if found.high < to_beat:
                     remark = f"stopped after {len(timed)} prompts: a known setting is faster and no worse"
                 if remark or found.half_width <= self._precision or len(timed) >= self._most_prompts:
@@ -185,14 +207,32 @@ class Stages:
             raise
         if len(timed) == len(self._prompts):
             self._anchors.append(_seconds(timed))
-        found = speed.estimate(_timings(timed), self._anchors, self._noise)
-        row = self._speed_row(trial, "done", setting, effective, _figures(found, timed), timed)
-        return found, row, remark
+        drifts = [before, self._drift(trial, fresh_is_enough=False)]
+        found = self._estimate(timed, drifts)
+        figures = {**_figures(found, timed), "drift": drifts, "tps_raw": speed.throughput(_timings(timed))}
+        return found, self._speed_row(trial, "done", setting, effective, figures, timed), remark
 
-    def _time_all(self, trial: int, setting: Setting, prompts: list[Prompt]) -> list[Decoded]:
+    def _drift(self, trial: int, *, fresh_is_enough: bool) -> float:
+        """How much slower the machine is now than when the reference was measured (1.1: 10 % slower)."""
+        if fresh_is_enough and self._control and time.monotonic() - self._control[0] < CONTROL_AGE_S:
+            return self._control[1]
+        self._switch(self._reference)
+        now = self._time_all(trial, self._reference, self._prompts[:CONTROL_PROMPTS], stage="control")
+        drift = speed.drift(self._reference_s, _seconds(now))
+        self._control = (time.monotonic(), drift)
+        return drift
+
+    def _estimate(self, timed: list[Decoded], drifts: list[float]) -> speed.Throughput:
+        """Throughput on the machine as it was for the reference; the control's own noise widens the interval."""
+        drift = math.fsum(drifts) / len(drifts)
+        control_noise = self._noise / math.sqrt(CONTROL_PROMPTS * len(drifts))
+        timings = [replace(timing, latency_s=timing.latency_s / drift) for timing in _timings(timed)]
+        return speed.estimate(timings, self._anchors, self._noise, control_noise)
+
+    def _time_all(self, trial: int, setting: Setting, prompts: list[Prompt], stage: str = "speed") -> list[Decoded]:
         timed = []
         for number, prompt in enumerate(prompts):
-            self._observer.stage(trial, setting, "speed", number, len(prompts))
+            self._observer.stage(trial, setting, stage, number, len(prompts))
             timed.append(self._time(prompt, setting))
         return timed
 

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from search.speed import PromptTiming, acceptance_rate, estimate, relative_noise, throughput
+from search.speed import PromptTiming, acceptance_rate, drift, estimate, relative_noise, throughput
 
 
 def timing(prompt, latency_s, tokens=100):
@@ -70,6 +70,18 @@ def test_noise_recovers_the_spread_of_a_repeated_timing():
     first = {f"p{i}": math.exp(draw.gauss(0, 0.02)) for i in range(4000)}
     again = {p: 1.1 * math.exp(draw.gauss(0, 0.02)) for p in first}  # the whole second pass 10 % slower
     assert relative_noise(first, again) == pytest.approx(0.02, rel=0.05)
+
+
+def test_drift_is_how_much_longer_the_same_prompts_take():
+    assert drift({"a": 1.0, "b": 2.0, "c": 9.0}, {"a": 1.1, "b": 2.2}) == pytest.approx(1.1)
+
+
+def test_the_noise_of_a_correction_does_not_shrink_with_the_prompts():
+    anchor = {f"p{i}": 1.0 for i in range(100)}
+    found = estimate([timing(p, 1.0) for p in anchor], [anchor], noise=0.0, common_noise=0.02)
+    seconds = 0.02 * 1.98422  # a prompt; t at 95 %, 99 degrees of freedom
+    assert found.high == pytest.approx(100 / (1 - seconds), rel=1e-6)
+    assert found.low == pytest.approx(100 / (1 + seconds), rel=1e-6)
 
 
 def test_acceptance_is_by_position_and_empty_without_drafts():

@@ -11,6 +11,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from search.engine.protocol import Apply, Decode, Load
+from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
 from search.spec import read_study
 from search.store import REFERENCE, Store, open_engine
@@ -62,14 +64,14 @@ def optuna_trials(options):
 
 
 def test_a_search_finishes_its_trials_and_stores_the_front(study_folder, options):
-    summary = search(read_study(study_folder), options(40), Silent())
-    assert summary.counts["complete"] + summary.counts["pruned"] == 40
+    summary = search(read_study(study_folder), options(100), Silent())
+    assert summary.counts["complete"] + summary.counts["pruned"] == 100
     assert summary.counts["pruned"] > 0 and summary.engine_starts == 1
     assert len(summary.front) >= 3
     assert summary.best["ppl"] <= summary.ceiling == pytest.approx(1.05 * summary.reference.ppl)
     assert summary.best["tps"] > 1.5 * summary.reference.tps
     assert summary.as_json()["simulated"] is True
-    assert all(o.simulated for o in stored(options(40)).outcomes())
+    assert all(o.simulated for o in stored(options(100)).outcomes())
 
 
 def test_the_defaults_are_the_first_trial_and_the_reference_is_none_of_them(study_folder, options):
@@ -99,6 +101,35 @@ def test_a_pruned_trial_is_never_timed(study_folder, options):
     pruned = [o.trial for o in store.outcomes() if o.state == "PRUNED"]
     assert pruned
     assert not any(store.measurements("speed", "done", trial) for trial in pruned)
+
+
+def test_a_drifting_machine_does_not_move_the_figures(study_folder, options, monkeypatch):
+    spec = read_study(study_folder)
+    search(spec, options(40, sampler="random"), Silent())
+    store = stored(options(40))
+    rows = [m for m in store.measurements("speed", "done") if m.trial != REFERENCE]
+    drifts = [d for m in rows for d in m.figures["drift"]]
+    assert max(drifts) / min(drifts) > 1.15  # the simulated machine swings by ± 10 %
+
+    monkeypatch.setattr("search.engine.simulated.DRIFT", 0.0)
+    monkeypatch.setattr("search.engine.simulated.LATENCY_NOISE", 0.0)
+    reference = store.outcome(REFERENCE)
+    scale = reference.tps / true_tps(spec, reference.setting)
+    assert rows
+    for row in rows:
+        assert row.figures["tps"] == pytest.approx(scale * true_tps(spec, row.setting), rel=0.06)
+
+
+def true_tps(spec, setting):
+    """Throughput over all tune prompts on the simulated machine without noise and drift."""
+    engine = SimulatedEngine()
+    engine.load(Load(model="", drafter="", args={}, limits={"num_speculative_tokens": 10}))
+    engine.apply(Apply(setting=setting, probe=[], probe_tokens=0))
+    tokens = spec.workload.output_tokens
+    decoded = [
+        engine.decode(Decode(prompt_id=p.id, prompt=list(p.token_ids), max_tokens=tokens)) for p in spec.prompts()
+    ]
+    return sum(d.tokens for d in decoded) / sum(d.latency_s for d in decoded)
 
 
 def test_perplexity_is_scored_once_a_window_and_the_memory_is_proved_once(study_folder, options):

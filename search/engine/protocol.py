@@ -35,7 +35,7 @@ class Load(Message, frozen=True):
 
 
 class Apply(Message, frozen=True):
-    """Put the live knobs to `setting`; `probe` is decoded so that the effective values can be counted."""
+    """Put the live knobs to `setting`; `probe` is decoded so that K can be counted (not with 0 probe tokens)."""
 
     setting: Setting
     probe: list[int]

@@ -28,6 +28,7 @@ from search.knobs import DRAFTS, TOP_K, WINDOW
 
 NATIVE_WINDOW, NATIVE_TOP_K = 512, 32
 ACCEPTANCE = (0.729, 0.554, 0.439, 0.361, 0.302, 0.252, 0.213)
+DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so many timed prompts
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
 PROMPT_SPREAD = 0.15  # relative standard deviation of acceptance between prompts
 STEP_MS, STEP_MS_A_ROW, STEP_MS_A_KEY, DRAFT_MS = 5.2, 0.12, 0.0012, 0.35
@@ -41,6 +42,7 @@ class SimulatedEngine:
         self._limits = request.limits
         self._setting: Setting = {WINDOW: NATIVE_WINDOW, TOP_K: NATIVE_TOP_K, DRAFTS: 0}
         self._noise = random.Random(request.seed)
+        self._decoded = 0
         return Loaded(
             native=dict(self._setting),
             model_hash=_hash("model", request.model),
@@ -74,7 +76,9 @@ class SimulatedEngine:
         steps = math.ceil(request.max_tokens / (1 + sum(accepted)))
         keys = min(window, len(request.prompt))
         step_ms = STEP_MS + STEP_MS_A_ROW * drafts_a_step + STEP_MS_A_KEY * keys + DRAFT_MS * drafts_a_step
-        noise = math.exp(self._noise.gauss(0.0, LATENCY_NOISE))
+        self._decoded += 1
+        drift = DRIFT * math.sin(2 * math.pi * self._decoded / DRIFT_PERIOD)
+        noise = math.exp(drift + self._noise.gauss(0.0, LATENCY_NOISE))
         drafts = steps if drafts_a_step else 0
         return Decoded(
             prompt_id=request.prompt_id,

@@ -94,8 +94,9 @@ class VllmEngine:
         started = time.perf_counter()
         self._live.apply(request.setting)
         effective = self._live.read_back()
-        counted = self.decode(Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens))
-        effective[DRAFTS] = _drafts_a_step(counted)
+        if request.probe_tokens:
+            probe = Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens)
+            effective[DRAFTS] = _drafts_a_step(self.decode(probe))
         return Applied(effective=effective, apply_s=time.perf_counter() - started)
 
     def score(self, request: Score) -> Scored:
