@@ -46,7 +46,7 @@ def study_folder(tmp_path: Path) -> Path:
     splits = ["tune"] * 24 + ["held-out"] * 2
     write_lines(
         folder / "prompts.jsonl",
-        [{"id": f"p{i}", "split": split, "prompt_token_ids": tokens(96)} for i, split in enumerate(splits)],
+        [{"id": f"p{i}", "split": split, "prompt_token_ids": tokens(400)} for i, split in enumerate(splits)],
     )
     write_lines(
         folder / "records.jsonl",
