@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +29,6 @@ from search.trial import Laboratory
 STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
 FAILURES_IN_A_ROW = 10
 OPEN_ATTEMPTS = 6
-ORPHAN_AGE_S = 60.0  # an asked trial that has had no slot for this long belongs to a searcher that died
 CONSTRAINT = "ppl"
 
 SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
@@ -238,12 +236,14 @@ def _open_study(url: str, name: str) -> optuna.Study:
 
 def _recover(study: optuna.Study, store: Store) -> None:
     """Put right what earlier searchers left open: stored but not told, or asked but not measured."""
-    slots = store.slots()
+    asked = {trial.number for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])}
+    slots = store.slots()  # read after the trials: a slot is taken before its trial is asked
     owners = {slot.trial: slot.owner for slot in slots if slot.trial is not None}
+    asking = any(slot.trial is None and owner_lives(slot.owner) for slot in slots)
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         owner = owners.get(trial.number)
-        age_s = (datetime.now() - trial.datetime_start).total_seconds() if trial.datetime_start else 0.0
-        if not owner_lives(owner) if owner else age_s > ORPHAN_AGE_S:
+        abandoned = not owner_lives(owner) if owner else not asking
+        if trial.number in asked and abandoned:
             _settle(study, store, trial.number)
     for slot in slots:
         if not owner_lives(slot.owner):
