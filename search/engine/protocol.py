@@ -23,14 +23,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(Message, frozen=True):
     """Build an engine that can take every value of the live knobs.
 
-    `limits` holds the largest value each live knob may take; `build` the values of the build knobs.
+    `limits` holds the largest value each live knob may take.
     """
 
     model: str
     drafter: str | None
     args: dict[str, Any]
     limits: Setting
-    build: Setting = {}
     seed: int = 0
 
 

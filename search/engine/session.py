@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from search.engine.process import R, Worker, WorkerError
 from search.engine.protocol import Load, Loaded, Request
@@ -16,7 +15,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 class EngineSession:
-    """At most one worker with one engine. A context manager: leaving it ends the worker.
+    """At most one worker with one engine; whoever made it calls `end`.
 
     Args:
         engine: a key of `search.engine.worker.ENGINES`.
@@ -83,11 +82,3 @@ class EngineSession:
         if self._worker is not None:
             self._worker.end()
         self._worker = self._loaded = None
-
-    def __enter__(self) -> EngineSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
