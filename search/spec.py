@@ -44,13 +44,15 @@ class WorkloadSpec:
     """What is decoded for TPS: `output_tokens` after each prompt.
 
     A trial times prompts until its interval is within ± `precision` (0.01 is 1 %), but no more than
-    `prompts_per_trial` (None: all tune prompts).
+    `prompts_per_trial` (None: all tune prompts). On a machine whose speed drifts, one control prompt at the
+    reference setting is timed before, after and between every `control_prompts` of them (None: no controls).
     """
 
     prompts: Path
     output_tokens: int
     precision: float
     prompts_per_trial: int | None
+    control_prompts: int | None
     warmup: WarmupSpec
 
 
@@ -257,6 +259,12 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
     most = section.optional("prompts_per_trial", int, least=2)
+    control_prompts = None
+    if "control" in section.children:
+        part = section.section("control")
+        control_prompts = part.optional("prompts", int, least=1)
+        part.done()
+    section.taken.add("control")
     warmup = WarmupSpec()
     if "warmup" in section.children:
         part = section.section("warmup")
@@ -268,7 +276,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
         part.done()
     section.taken.add("warmup")
     section.done()
-    return WorkloadSpec(prompts, tokens, precision, most, warmup)
+    return WorkloadSpec(prompts, tokens, precision, most, control_prompts, warmup)
 
 
 def _gate(section: _Section, folder: Path) -> GateSpec:

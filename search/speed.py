@@ -9,6 +9,7 @@ for the anchor too do not widen the interval.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -70,9 +71,9 @@ def estimate(
         common_noise: relative standard deviation of what all latencies were divided by (a drift correction).
 
     Returns:
-        The ratio estimate. Its variance is that of the residuals from the ratio line over the prompts not
-        timed, plus timing noise over the prompts timed, plus the common noise; the interval is Student's t on
-        the total time.
+        The ratio estimate. The residuals from the ratio line hold both how prompts differ and timing noise; their
+        variance counts in full over the prompts not timed, and the noise alone over those that were. The common
+        noise is added; the interval is Student's t on the total time.
 
     Raises:
         ValueError: fewer than two timings, no anchor, or a prompt that an anchor was not timed on.
@@ -96,7 +97,7 @@ def _ratio_estimate(
     residuals = [t.latency_s - ratio * anchor[t.prompt_id] for t in timings]
     spread = math.fsum(r * r for r in residuals) / (count - 1)
     sampled = count / population
-    variance = (1 - sampled) * spread / count + (noise * mean_s) ** 2 / count + (common_noise * mean_s) ** 2
+    variance = ((1 - sampled) * spread + sampled * (noise * mean_s) ** 2) / count + (common_noise * mean_s) ** 2
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     return Throughput(
         tps=tokens_a_prompt / mean_s,
@@ -106,18 +107,61 @@ def _ratio_estimate(
     )
 
 
-def relative_noise(first: Mapping[str, float], again: Mapping[str, float]) -> float:
-    """Relative standard deviation of one latency, from two or more prompts timed twice at the same setting.
+@dataclass(frozen=True)
+class Comparison:
+    """How many times as fast one setting is as another on the prompts that both were timed on.
 
-    What shifted all prompts of a pass alike (the machine drifting) is left out: timing more prompts of the same
-    pass would not make it smaller.
+    `log_ratio` is ln(TPS ÷ other's TPS), `error` its standard error, `prompts` how many were compared.
     """
-    return statistics.stdev(math.log(again[p] / first[p]) for p in again) / math.sqrt(2)
+
+    log_ratio: float
+    error: float
+    prompts: int
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """Two-sided interval of the speed ratio (1.02: 2 % faster)."""
+        half = float(stats.t.ppf((1 + confidence) / 2, self.prompts - 1)) * self.error
+        return math.exp(self.log_ratio - half), math.exp(self.log_ratio + half)
+
+    def chance_faster(self) -> float:
+        """Probability that the setting is the faster one, from these prompts alone (Student's t)."""
+        if self.error == 0:
+            return float(self.log_ratio > 0) if self.log_ratio else 0.5
+        return float(stats.t.cdf(self.log_ratio / self.error, self.prompts - 1))
 
 
-def drift(reference_s: Mapping[str, float], now_s: Mapping[str, float]) -> float:
-    """How much longer the prompts of `now_s` take now than they did in `reference_s`, at one setting."""
-    return math.exp(statistics.fmean(math.log(now_s[p] / reference_s[p]) for p in now_s))
+def compare(seconds: Mapping[str, float], others: Mapping[str, float], common_noise: float = 0.0) -> Comparison | None:
+    """Compare two settings prompt by prompt; None if fewer than three prompts are common to both.
+
+    Prompts differ by a factor of three, but mostly alike for both settings, so that the residuals from the ratio
+    of the totals are what is left (the ratio estimator's linearisation: Cochran, 3rd ed., section 6.4).
+
+    Args:
+        seconds: latency by prompt id, each for the same number of tokens as in `others`.
+        others: the same for the other setting.
+        common_noise: relative standard deviation that all of `seconds` share against all of `others`.
+    """
+    common = sorted(seconds.keys() & others.keys())
+    count = len(common)
+    if count < 3:
+        return None
+    mean_other = math.fsum(others[p] for p in common) / count
+    ratio = math.fsum(seconds[p] for p in common) / (count * mean_other)
+    spread = math.fsum((seconds[p] - ratio * others[p]) ** 2 for p in common) / (count - 1)
+    error = math.sqrt(spread / count / (ratio * mean_other) ** 2 + common_noise**2)
+    return Comparison(log_ratio=-math.log(ratio), error=error, prompts=count)
+
+
+def relative_noise(first: Sequence[float], again: Sequence[float]) -> float:
+    """Relative standard deviation of one latency, from two passes over the same three or more prompts in one order.
+
+    A machine that drifts slowly moves neighbours alike, and that is left out: it is the mean square successive
+    difference (von Neumann et al., The Mean Square Successive Difference, Annals of Mathematical Statistics 12,
+    1941) of the log ratios, halved once for the difference and once for the two passes.
+    """
+    ratios = [math.log(b / a) for a, b in zip(first, again, strict=True)]
+    differences = [b - a for a, b in itertools.pairwise(ratios)]
+    return math.sqrt(statistics.fmean(d * d for d in differences)) / 2
 
 
 def acceptance_rate(accepted_per_pos: Sequence[int], drafts: int) -> list[float]:

@@ -15,7 +15,7 @@ from search.engine.session import EngineSession
 from search.errors import SearchError
 from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
-from search.stages import Observer, Stages
+from search.stages import Observer, PerplexityStage, ThroughputStage, apply
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, setting_key
 
 
@@ -40,7 +40,10 @@ class Laboratory:
             observer.stage(REFERENCE, {}, "start", 0, 1)
 
         self._session = EngineSession(engine, load, logs, announce, self._store_environment)
-        self._stages = Stages(spec, self._session, store, observer)
+        self._perplexity = PerplexityStage(spec, self._session, store, observer)
+        self._throughput = ThroughputStage(spec, self._session, store, observer)
+        self._observer = observer
+        self._probe = spec.prompts()[0]
         self._ceiling = float("nan")
 
     def __enter__(self) -> Laboratory:
@@ -72,7 +75,8 @@ class Laboratory:
         reference = self._store.outcome(REFERENCE)
         assert reference is not None and reference.ppl is not None and reference.ceiling is not None
         self._ceiling = reference.ceiling
-        self._stages.recall()
+        self._perplexity.recall()
+        self._throughput.recall()
         if gate.violation(reference.ppl, self._ceiling) > 0:
             raise SearchError(
                 f"The reference setting itself has perplexity {reference.ppl:.4f}, over the ceiling of "
@@ -104,24 +108,29 @@ class Laboratory:
         self._store.finish(outcome, rows, slot if outcome.state != "FAIL" else None)
         return outcome
 
+    def _apply(self, trial: int, setting: Setting) -> Setting:
+        self._session.loaded()
+        self._observer.stage(trial, setting, "apply", 0, 1)
+        return apply(self._session, setting, self._probe)
+
     def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float) -> Outcome:
-        effective = self._stages.apply(trial, setting)
-        rows.append(self._stages.measure_ppl(trial, setting, effective))
+        effective = self._apply(trial, setting)
+        rows.append(self._perplexity.measure(trial, setting, effective))
         ppl = rows[0].figures["ppl"]
         if gate.violation(ppl, self._ceiling) > 0:
             reason = f"perplexity {ppl:.4f} is over the ceiling of {self._ceiling:.4f}"
             return self._outcome(trial, setting, started, "PRUNED", ppl=ppl, reason=reason)
-        found, row, remark = self._stages.measure_tps(trial, setting, effective, self._store.fastest_within(ppl))
-        rows.append(row)
+        found, timed, remark = self._throughput.measure(trial, setting, effective, self._store.fastest_within(ppl))
+        rows += timed
         return self._outcome(trial, setting, started, "COMPLETE", ppl=ppl, found=found, reason=remark)
 
     def _measure_reference(self) -> None:
         started = time.perf_counter()
         setting = canonical({DRAFTS: 0}, self.native)
         try:
-            effective = self._stages.apply(REFERENCE, setting)
-            gated = self._stages.measure_ppl(REFERENCE, setting, effective)
-            found, rows = self._stages.measure_reference_tps(setting, effective)
+            effective = self._apply(REFERENCE, setting)
+            gated = self._perplexity.measure(REFERENCE, setting, effective)
+            found, rows = self._throughput.measure_reference(setting, effective)
         except WorkerError as error:
             raise SearchError(f"The reference setting could not be measured: {error}") from error
         ppl = gated.figures["ppl"]

@@ -23,7 +23,11 @@ knobs:
   sliding_window: {low: 32, high: 512, step: 32}
   centroid_top_k: {low: 1, high: 128, log: true}
   num_speculative_tokens: {low: 0, high: 10, default: 4}
-workload: {prompts: prompts.jsonl, output_tokens: 64, warmup: {prompts: 64, max_tokens: 1, seed: 42}}
+workload:
+  prompts: prompts.jsonl
+  output_tokens: 64
+  control: {prompts: 3}
+  warmup: {prompts: 64, max_tokens: 1, seed: 42}
 gate: {records: records.jsonl, ceiling: {ratio: 1.05}}
 """
 

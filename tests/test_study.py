@@ -108,7 +108,7 @@ def test_a_drifting_machine_does_not_move_the_figures(study_folder, options, mon
     search(spec, options(40, sampler="random"), Silent())
     store = stored(options(40))
     rows = [m for m in store.measurements("speed", "done") if m.trial != REFERENCE]
-    drifts = [d for m in rows for d in m.figures["drift"]]
+    drifts = [t.drift for m in rows for t in m.timings]
     assert max(drifts) / min(drifts) > 1.15  # the simulated machine swings by ± 10 %
 
     monkeypatch.setattr("search.engine.simulated.DRIFT", 0.0)

@@ -67,8 +67,8 @@ class Measurement(Base):
     """One stage of one trial; the reference setting's stand under trial -1.
 
     `stage` is gate or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
-    although it was remembered, to prove the memory right); repeat (prompts timed again, for the noise); or
-    interrupted.
+    although it was remembered, to prove the memory right); repeat (the reference timed again, for the noise);
+    control (prompts at the reference setting in between a trial's, for the drift); or interrupted.
     """
 
     __tablename__ = "pareto_measurement"
@@ -101,7 +101,11 @@ class RecordScoreRow(Base):
 
 
 class PromptTimingRow(Base):
-    """One timed prompt of a speed measurement, in the order in which it was decoded."""
+    """One timed prompt of a speed measurement, in the order in which it was decoded.
+
+    `drift` is how much slower the machine was just then than when the reference was measured: what is compared
+    is latency_s ÷ drift.
+    """
 
     __tablename__ = "pareto_prompt_timing"
 
@@ -111,6 +115,7 @@ class PromptTimingRow(Base):
     prompt: Mapped[str] = mapped_column(String(200))
     tokens: Mapped[int]
     latency_s: Mapped[float]
+    drift: Mapped[float]
     output_hash: Mapped[str] = mapped_column(String(16))
     drafts: Mapped[int]
     draft_tokens: Mapped[int]

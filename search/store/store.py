@@ -249,13 +249,21 @@ class Store:
         front = self.front()
         return self.outcome(front[-1].trial) if front else None
 
-    def fastest_within(self, ppl: float) -> float:
-        """The largest lower bound of TPS among measured trials with perplexity at most `ppl`; 0 if none."""
-        query = select(func.max(Outcome.tps_low)).where(
-            Outcome.study == self.study, Outcome.state == "COMPLETE", Outcome.ppl <= ppl
+    def fastest_within(self, ppl: float) -> int | None:
+        """The fastest measured trial with perplexity at most `ppl`."""
+        query = (
+            select(Outcome.trial)
+            .where(
+                Outcome.study == self.study,
+                Outcome.trial != REFERENCE,
+                Outcome.state == "COMPLETE",
+                Outcome.ppl <= ppl,
+                Outcome.reused_from.is_(None),
+            )
+            .order_by(Outcome.tps.desc(), Outcome.trial)
         )
         with self._session() as session:
-            return session.scalar(query) or 0.0
+            return session.scalars(query.limit(1)).first()
 
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""

@@ -1,0 +1,254 @@
+"""The speed stage: prompts timed one by one, with controls in between where the machine drifts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from search import speed
+from search.data import Prompt
+from search.engine.protocol import Decode, Decoded, Setting
+from search.engine.session import EngineSession
+from search.knobs import DRAFTS
+from search.spec import StudySpec
+from search.stages.base import Observer, Stage, apply
+from search.store import REFERENCE, Measurement, PromptTimingRow, Store
+
+MIN_PROMPTS = 6  # timed before an interval is believed
+LEAST_CHANCE = 0.35  # of being faster than a setting that is no worse: below it a trial is not timed further
+CONTROL_AGE_S = 1.0  # a control older than this no longer says how fast the machine is now
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One timed prompt, and how much slower the machine was just then than for the reference."""
+
+    decoded: Decoded
+    drift: float
+
+    @property
+    def seconds(self) -> float:
+        """What the prompt would have taken on the machine as it was for the reference."""
+        return self.decoded.latency_s / self.drift
+
+
+class ThroughputStage(Stage):
+    """Times the tune prompts. `recall` must have run before a trial is measured."""
+
+    def __init__(self, spec: StudySpec, session: EngineSession, store: Store, observer: Observer) -> None:
+        super().__init__(session, store, observer)
+        self._prompts = spec.prompts()
+        self._workload = spec.workload
+        self._noise = 0.0
+        self._reference: Setting = {}
+        self._reference_s: dict[str, float] = {}
+        self._last_control: tuple[float, float] | None = None  # when, and the drift then
+        self._anchors: list[dict[str, float]] = []
+
+    def recall(self) -> None:
+        """Take up what the store knows of the study; the reference must have been measured."""
+        reference = self._store.measurements("speed", "done", REFERENCE)[0]
+        again = self._store.measurements("speed", "repeat", REFERENCE)[0]
+        self._reference = reference.setting
+        self._noise = float(reference.figures["noise"])
+        self._reference_s = _mean_seconds(
+            {t.prompt: t.latency_s for t in reference.timings}, {t.prompt: t.latency_s for t in again.timings}
+        )
+        self._anchors = [self._reference_s]
+        for measured in self._store.measurements("speed", "done"):
+            if measured.trial != REFERENCE and len(measured.timings) == len(self._prompts):
+                self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
+
+    def measure_reference(self, setting: Setting, effective: Setting) -> tuple[speed.Throughput, list[Measurement]]:
+        """Time the reference setting on every tune prompt, twice: everything else is relative to it."""
+        passes = [[Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting)] for _ in range(2)]
+        first, again = ([t.seconds for t in timed] for timed in passes)
+        noise = speed.relative_noise(first, again)
+        mean_s = _mean_seconds(*({t.decoded.prompt_id: t.seconds for t in timed} for timed in passes))
+        timings = [
+            speed.PromptTiming(t.decoded.prompt_id, t.decoded.tokens, mean_s[t.decoded.prompt_id], "")
+            for t in passes[0]
+        ]
+        found = speed.estimate(timings, [mean_s], noise / math.sqrt(2))
+        figures = {"noise": noise, **_figures(found, passes[0])}
+        return found, [
+            self._speed_row(REFERENCE, "done", setting, effective, figures, passes[0]),
+            self._speed_row(REFERENCE, "repeat", setting, effective, {}, passes[1]),
+        ]
+
+    def measure(
+        self, trial: int, setting: Setting, effective: Setting, rival: int | None
+    ) -> tuple[speed.Throughput, list[Measurement], str | None]:
+        """Time tune prompts until the interval is narrow, or the trial is beaten by `rival`.
+
+        The rival is the fastest known trial with no higher perplexity; both are compared prompt by prompt. A trial
+        with hardly a chance left is not worth more prompts; one that may reach the front gets them, so that no
+        point of the front rests on a few lucky ones. The first setting with drafts is timed on all prompts: it
+        shows which are easy to draft, which the reference cannot, and so narrows the interval of every later trial.
+
+        A shared machine can drift by more than settings differ. Where the study asks for controls, the estimate is
+        what the trial would have shown on the machine as it was for the reference; the uncorrected figure is kept
+        as `tps_raw`.
+
+        Returns:
+            The estimate, its rows, and a remark where the trial was stopped because it is beaten.
+        """
+        all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
+        most = len(self._prompts) if all_of_them else self._workload.prompts_per_trial or len(self._prompts)
+        block_size = self._workload.control_prompts or 1
+        rival_s = self._seconds_of(rival)
+        timed: list[Timed] = []
+        controls: list[Decoded] = []
+        remark = None
+        try:
+            before = self._control(trial, self._prompts[0], controls, fresh_is_enough=True)
+            for start in range(0, most, block_size):
+                block = self._prompts[start : min(start + block_size, most)]
+                if controls or not timed:
+                    apply(self._session, setting)
+                decoded: list[Decoded] = []
+                for prompt in block:
+                    self._observer.stage(trial, setting, "speed", len(timed) + len(decoded), most)
+                    decoded.append(self._decode(prompt, setting))
+                after = self._control(trial, block[0], controls)
+                timed += [Timed(d, math.sqrt(before * after)) for d in decoded]
+                before = after
+                if len(timed) < MIN_PROMPTS or all_of_them:
+                    continue
+                if self._estimate(timed).half_width <= self._workload.precision:
+                    break
+                if self._beaten(timed, rival_s):
+                    remark = f"stopped after {len(timed)} prompts: trial {rival} is faster and no worse"
+                    break
+        except KeyboardInterrupt:
+            self._store.add(self._speed_row(trial, "interrupted", setting, effective, {}, timed))
+            raise
+        if len(timed) == len(self._prompts):
+            self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
+        found = self._estimate(timed)
+        raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
+        rows = [self._speed_row(trial, "done", setting, effective, {**_figures(found, timed), "tps_raw": raw}, timed)]
+        if controls:
+            reference = [Timed(d, d.latency_s / self._reference_s[d.prompt_id]) for d in controls]
+            rows.append(self._speed_row(trial, "control", self._reference, self._reference, {}, reference))
+        return found, rows, remark
+
+    def _seconds_of(self, trial: int | None) -> dict[str, float]:
+        """A measured trial's seconds by prompt, drift undone."""
+        if trial is None:
+            return {}
+        (measured,) = self._store.measurements("speed", "done", trial)
+        return {t.prompt: t.latency_s / t.drift for t in measured.timings}
+
+    def _beaten(self, timed: list[Timed], rival_s: dict[str, float]) -> bool:
+        seconds = {t.decoded.prompt_id: t.seconds for t in timed}
+        noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival_s)))
+        found = speed.compare(seconds, rival_s, noise)
+        return found is not None and found.chance_faster() < LEAST_CHANCE
+
+    def _control(self, trial: int, prompt: Prompt, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
+        """How much slower the machine is now than for the reference (1.1: 10 % slower); 1 without controls."""
+        if self._workload.control_prompts is None:
+            return 1.0
+        if fresh_is_enough and self._last_control and time.monotonic() - self._last_control[0] < CONTROL_AGE_S:
+            return self._last_control[1]
+        apply(self._session, self._reference)
+        self._observer.stage(trial, self._reference, "control", 0, 1)
+        controls.append(self._decode(prompt, self._reference))
+        drift = controls[-1].latency_s / self._reference_s[prompt.id]
+        self._last_control = (time.monotonic(), drift)
+        return drift
+
+    def _estimate(self, timed: list[Timed]) -> speed.Throughput:
+        """Throughput on the machine as it was for the reference; the controls' own noise widens the interval.
+
+        The noise of the reference itself is not in it: that moves all trials alike.
+        """
+        timings = [_timing(t.decoded, t.seconds) for t in timed]
+        return speed.estimate(timings, self._anchors, self._noise, self._control_noise(len(timed)))
+
+    def _control_noise(self, prompts: int) -> float:
+        """Relative standard deviation that the controls leave in the mean of so many prompts."""
+        block = self._workload.control_prompts
+        return self._noise / math.sqrt(math.ceil(prompts / block)) if block and prompts else 0.0
+
+    def _decode_all(self, trial: int, setting: Setting) -> list[Decoded]:
+        decoded = []
+        for number, prompt in enumerate(self._prompts):
+            self._observer.stage(trial, setting, "speed", number, len(self._prompts))
+            decoded.append(self._decode(prompt, setting))
+        return decoded
+
+    def _decode(self, prompt: Prompt, setting: Setting) -> Decoded:
+        """Decode and time one prompt; figures that cannot be true are refused."""
+        tokens = self._workload.output_tokens
+        request = Decode(prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=tokens)
+        decoded = self._session.ask(request, Decoded)
+        wrong = impossible(decoded, tokens, int(setting.get(DRAFTS, 0)))
+        if wrong:
+            raise self._session.refuse("impossible-figure", f"prompt {prompt.id}: {wrong}")
+        return decoded
+
+    def _speed_row(
+        self, trial: int, status: str, setting: Setting, effective: Setting, figures: dict[str, Any], timed: list[Timed]
+    ) -> Measurement:
+        wall_s = sum(t.decoded.latency_s for t in timed)
+        row = self._row(trial, "speed", status, setting, effective, figures, wall_s)
+        row.timings = [
+            PromptTimingRow(
+                position=position,
+                prompt=t.decoded.prompt_id,
+                tokens=t.decoded.tokens,
+                latency_s=t.decoded.latency_s,
+                drift=t.drift,
+                output_hash=t.decoded.output_hash,
+                drafts=t.decoded.drafts,
+                draft_tokens=t.decoded.draft_tokens,
+                accepted_per_pos=t.decoded.accepted_per_pos,
+            )
+            for position, t in enumerate(timed)
+        ]
+        return row
+
+
+def impossible(decoded: Decoded, tokens: int, drafts: int) -> str | None:
+    """Why a timed prompt cannot be what it says, or None: `tokens` were asked for, at K = `drafts`."""
+    accepted = sum(decoded.accepted_per_pos)
+    if decoded.tokens != tokens:
+        return f"{decoded.tokens} tokens instead of {tokens}"
+    if decoded.latency_s <= 0:
+        return f"a latency of {decoded.latency_s} s"
+    if decoded.draft_tokens != drafts * decoded.drafts or (drafts > 0 and decoded.drafts == 0):
+        return f"{decoded.draft_tokens} tokens drafted in {decoded.drafts} steps at K {drafts}"
+    if accepted > decoded.draft_tokens:
+        return f"{accepted} drafts accepted of {decoded.draft_tokens}"
+    return None
+
+
+def _timing(decoded: Decoded, seconds: float) -> speed.PromptTiming:
+    return speed.PromptTiming(decoded.prompt_id, decoded.tokens, seconds, decoded.output_hash)
+
+
+def _mean_seconds(first: dict[str, float], again: dict[str, float]) -> dict[str, float]:
+    """Seconds by prompt over two passes."""
+    return {prompt: (first[prompt] + again[prompt]) / 2 for prompt in first}
+
+
+def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
+    drafts = sum(t.decoded.drafts for t in timed)
+    positions = (
+        sum(t.decoded.draft_tokens for t in timed) // drafts if drafts else 0
+    )  # an engine counts to its largest K
+    accepted = [sum(t.decoded.accepted_per_pos[i] for t in timed) for i in range(positions)]
+    return {
+        "tps": found.tps,
+        "tps_low": found.low,
+        "tps_high": found.high,
+        "prompts": found.prompts,
+        "acceptance_rate": speed.acceptance_rate(accepted, drafts),
+        "accepted_a_step": sum(accepted) / drafts if drafts else 0.0,
+        "output_hash": hashlib.sha256("".join(t.decoded.output_hash for t in timed).encode()).hexdigest()[:16],
+    }
