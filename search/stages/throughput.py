@@ -18,7 +18,7 @@ from search.stages.base import Observer, Stage, apply
 from search.store import REFERENCE, Measurement, PromptTimingRow, Store
 
 MIN_PROMPTS = 6  # timed before an interval is believed
-LEAST_CHANCE = 0.35  # of being faster than a setting that is no worse: below it a trial is not timed further
+LEAST_CHANCE = 0.5  # of being faster than a setting that is no worse: below it a trial is not timed further
 CONTROL_AGE_S = 1.0  # a control older than this no longer says how fast the machine is now
 
 
