@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from search import gate
-from search.data import Record
 from search.engine.protocol import Score, Scored, Setting
 from search.engine.session import EngineSession
+from search.errors import SearchError
 from search.knobs import quality_part
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage
@@ -23,58 +25,126 @@ class PerplexityStage(Stage):
 
     def __init__(self, spec: StudySpec, session: EngineSession, store: Store, observer: Observer) -> None:
         super().__init__(session, store, observer)
-        self._records = spec.records()
+        self._records = {record.id: record for record in spec.records()}
         self._records_hash = spec.definition()["gate.records"]
+        self._order = sorted(self._records)
+        random.Random(self._records_hash).shuffle(self._order)  # once a study, before any record is seen
+        self._reference: dict[str, gate.RecordScore] = {}
+        self._ceiling = float("nan")
+        self._again: dict[str, float] = {}  # perplexity of the second scoring, by gate key
         self._memory_holds: bool | None = None  # None: not proved yet
 
-    def recall(self) -> None:
-        """Take up what the store knows of the study."""
+    def recall(self, ceiling: float) -> None:
+        """Take up what the store knows of the study; the reference must have been measured.
+
+        Raises:
+            SearchError: the reference was measured on another model or build than the one that runs now.
+        """
+        self._ceiling = ceiling
+        (reference,) = self._store.measurements("gate", "done", REFERENCE)
+        self._reference = self._store.remembered_scores(self._key(quality_part(reference.setting)))
+        if len(self._reference) < len(self._order):
+            raise SearchError(
+                "The model or the engine's build is not the one that the study's reference was measured on, and their "
+                "figures cannot be compared: start a new study (another --storage)."
+            )
         for proof in self._store.measurements("gate", "proof"):
             self._memory_holds = float(proof.figures["shift"]) <= SAME_NLL
+        for measured in self._store.measurements("gate", "done"):
+            if measured.figures.get("again"):
+                self._again[self._setting_key(measured.setting)] = float(measured.figures["again"])
 
-    def measure(self, trial: int, setting: Setting, effective: Setting) -> Measurement:
-        """Perplexity of `setting` over all gate records, as `figures["ppl"]` of a gate row.
+    def measure_reference(self, setting: Setting, effective: Setting) -> Measurement:
+        """The reference setting's perplexity over all records, as `figures["ppl"]` of a gate row."""
+        started = time.perf_counter()
+        key = self._setting_key(setting)
+        scores = self._store.remembered_scores(key)
+        missing = [record for record in self._order if record not in scores]
+        scores |= self._score(REFERENCE, setting, missing, key)
+        figures = {"ppl": gate.perplexity(scores.values()), "records": len(scores), "scored": len(missing)}
+        return self._row(REFERENCE, "gate", "done", setting, effective, figures, time.perf_counter() - started)
 
-        Records remembered under its quality knobs are not scored again, but for one setting a study: that
-        proves that perplexity hangs on the quality knobs alone. If it does not, all knobs count from then on.
+    def measure(self, trial: int, setting: Setting, effective: Setting) -> tuple[gate.Verdict, Measurement]:
+        """Score records until the verdict stands, and no further.
+
+        Records remembered under the setting's quality knobs are not scored again, but for one setting a study, in
+        reverse order: that proves that perplexity hangs neither on the speed knobs nor on the order of records. If
+        it does, all knobs count from then on.
+
+        Raises:
+            WorkerError: a record could not be scored.
         """
         started = time.perf_counter()
-        key = self._gate_key(setting)
+        key = self._setting_key(setting)
         scores = self._store.remembered_scores(key)
-        missing = [record for record in self._records if record.id not in scores]
-        figures: dict[str, Any] = {"records": len(self._records), "scored": len(missing)}
-        if missing:
-            status = "done"
-            scores |= self._score(trial, setting, missing, key)
-        elif self._memory_holds is None and trial != REFERENCE:
+        status, scored = "remembered", 0
+        figures: dict[str, Any] = {}
+        if len(scores) == len(self._order) and self._memory_holds is None:
             status = "proof"
-            again = self._score(trial, setting, self._records, key=None)
-            figures |= {"scored": len(again), "shift": gate.largest_shift(scores, again)}
+            again = self._score(trial, setting, self._order[::-1])
+            scored, figures["shift"] = len(again), gate.largest_shift(scores, again)
             self._memory_holds = figures["shift"] <= SAME_NLL
             if not self._memory_holds:
                 self._forget(figures["shift"])
-                self._store.remember_scores(self._gate_key(setting), again)
-                scores = again
-        else:
-            status = "remembered"
-        figures["ppl"] = gate.perplexity(scores[record.id] for record in self._records)
+                key, scores = self._setting_key(setting), again
+                self._store.remember_scores(key, scores)
+        verdict = self._judge(scores) if scores else None
+        if verdict is None or (verdict.outcome == "undecided" and verdict.used < verdict.of):
+            status = "done"
+            known = len(scores)
+            missing = [record for record in self._order if record not in scores]
+            scores = self._score(trial, setting, missing, key, scores)
+            scored, verdict = len(scores) - known, self._judge(scores)
+        if verdict.used == verdict.of and gate.near(verdict.ppl, self._ceiling):
+            if key not in self._again:
+                status = "done"
+                twice = self._score(trial, setting, self._order[::-1])
+                scored += len(twice)
+                self._again[key] = gate.perplexity(twice.values())
+            verdict = gate.confirmed(verdict, self._again[key], self._ceiling)
+        figures |= {
+            "verdict": verdict.outcome,
+            "ppl": verdict.ppl,
+            "ratio": verdict.ratio,
+            "ratio_low": verdict.ratio_low,
+            "records": verdict.used,
+            "scored": scored,
+            "again": verdict.again,
+        }
         wall_s = time.perf_counter() - started
-        return self._row(trial, "gate", status, setting, effective, figures, wall_s)
+        return verdict, self._row(trial, "gate", status, setting, effective, figures, wall_s)
+
+    def _judge(self, scores: Mapping[str, gate.RecordScore]) -> gate.Verdict:
+        try:
+            return gate.judge(self._reference, scores, self._order, self._ceiling)
+        except ValueError as error:
+            raise self._session.refuse("impossible-figure", f"record {error}") from error
 
     def _score(
-        self, trial: int, setting: Setting, records: list[Record], key: str | None
+        self,
+        trial: int,
+        setting: Setting,
+        records: Sequence[str],
+        key: str | None = None,
+        known: Mapping[str, gate.RecordScore] | None = None,
     ) -> dict[str, gate.RecordScore]:
-        """Score records one by one; with a `key` they are remembered, also those before an interruption."""
-        scores: dict[str, gate.RecordScore] = {}
+        """Score records one by one, after those `known`; returns both.
+
+        With a `key` they are remembered, also those before an interruption. With `known` scores, even none, it ends
+        as soon as the verdict is over.
+        """
+        scores = dict(known or {})
         try:
-            for number, record in enumerate(records):
+            for number, record in enumerate(map(self._records.__getitem__, records)):
                 self._observer.stage(trial, setting, "gate", number, len(records))
                 request = Score(record=record.id, context=list(record.context), target=list(record.target))
-                scored = self._session.ask(request, Scored)
-                if scored.tokens != len(record.target):
-                    reason = f"record {record.id}: {scored.tokens} tokens scored of {len(record.target)}"
+                found = self._session.ask(request, Scored)
+                if found.tokens != len(record.target):
+                    reason = f"record {record.id}: {found.tokens} tokens scored of {len(record.target)}"
                     raise self._session.refuse("impossible-figure", reason)
-                scores[record.id] = gate.RecordScore(scored.nll, scored.tokens)
+                scores[record.id] = gate.RecordScore(found.nll, found.tokens)
+                if known is not None and self._judge(scores).outcome == "over":
+                    break
         finally:
             if key is not None:
                 self._store.remember_scores(key, scores)
@@ -82,13 +152,15 @@ class PerplexityStage(Stage):
 
     def _forget(self, shift: float) -> None:
         self._observer.note(
-            f"Perplexity is NOT decided by the quality knobs alone here (it moved by {shift:.2e} nats a token "
-            "between two settings that share them): every setting is scored from now on."
+            "Perplexity is NOT decided by the quality knobs alone here, or hangs on the order of records (it moved by "
+            f"{shift:.2e} nats a token between two scorings of one setting): every setting is scored from now on."
         )
 
-    def _gate_key(self, setting: Setting) -> str:
+    def _setting_key(self, setting: Setting) -> str:
+        return self._key(setting if self._memory_holds is False else quality_part(setting))
+
+    def _key(self, knobs: Setting) -> str:
         """What a remembered score hangs on: model, build, records and quality knobs (or all knobs)."""
         loaded = self._session.loaded()
-        knobs = setting if self._memory_holds is False else quality_part(setting)
         text = repr((loaded.model_hash, loaded.build_hash, self._records_hash, sorted(knobs.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
