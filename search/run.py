@@ -21,7 +21,7 @@ from search.cli import DEFAULT_STORAGE, add_study_arguments, fail, find_study, s
 if TYPE_CHECKING:
     from search.study import Summary
 
-DEFAULTS = {"trials": 200, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
+DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_study_arguments(p)
     p.add_argument("--trials", type=int, metavar="N", help="total that should stand finished (default 200)")
+    p.add_argument("--confirm", type=int, metavar="N", help="finalists to measure again, served (default 3; 0: none)")
     p.add_argument("--timeout", type=float, metavar="S", help="ask for no further trial after S seconds")
     p.add_argument("--sampler", choices=("tpe", "random"), help="who proposes settings (default tpe)")
     p.add_argument("--engine", choices=("vllm", "simulated"), help="what is measured (default vllm)")
@@ -51,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         resolved = {**DEFAULTS, **chosen}
         if resolved["trials"] < 1:
             fail("--trials must be at least 1.")
+        if resolved["confirm"] < 0:
+            fail("--confirm must be at least 0.")
         if args.ppl_ceiling is not None and not args.ppl_ceiling > 1:
             fail(f"--ppl-ceiling must be over 1, the least perplexity there is, not {args.ppl_ceiling}.")
         from search.spec import read_study
@@ -75,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, _interrupt)
             options = Options(
                 trials=resolved["trials"],
+                confirm=resolved["confirm"],
                 storage=resolved["storage"],
                 engine=resolved["engine"],
                 sampler=resolved["sampler"],
@@ -97,37 +101,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def closing_words(summary: Summary, study: str | None, storage: str) -> list[str]:
-    """What was found and what to type next, in four lines at most."""
-    counts = summary.counts
-    marked = "SIMULATED " if summary.simulated else ""
-    lines = [
-        f"{counts['complete'] + counts['pruned']} trials finished in {summary.wall_s:.0f} s: "
-        f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
-        f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
-    ]
-    if summary.best is None:
-        return [
-            *lines,
-            "No setting passed the gate: there is no best trial. Raise the ceiling, or widen the ranges.",
-        ]
+    """What was found or confirmed, and what to type next."""
     from search.knobs import words
+    from search.progress import search_words
+    from search.store import safe_url
 
-    best, reference = summary.best, summary.reference
-    assert reference.tps is not None
-    lines.append(
-        f"{marked}Best: trial {best['trial']} ({words(best['knobs'])}): {best['tps']:.1f} tok/s "
-        f"[{best['tps_low']:.1f}, {best['tps_high']:.1f}], {best['tps'] / reference.tps:.2f} × the reference's "
-        f"{reference.tps:.1f}; perplexity {best['ppl']:.4f} (reference {reference.ppl:.4f})."
+    if summary.best is None or summary.simulated:
+        return search_words(summary)
+    where = (f" --study {study}" if study else "") + (
+        f" --storage {safe_url(storage)}" if storage != DEFAULT_STORAGE else ""
     )
-    lines.append(f"Front: {len(summary.front)} points.")
-    if not summary.simulated:
-        from search.store import safe_url
-
-        where = (f" --study {study}" if study else "") + (
-            f" --storage {safe_url(storage)}" if storage != DEFAULT_STORAGE else ""
-        )
-        lines.append(f"Next: python -m search.export{where} --out manifest")
-    return lines
+    export = f"Next: python -m search.export{where} --out manifest"
+    if not summary.confirmed:
+        return [*search_words(summary), "Nothing is confirmed yet (--confirm 3 does that).", f"{export} --unverified"]
+    winner = summary.winner
+    if winner is None:
+        return ["No finalist was borne out when it was measured again; nothing can be claimed."]
+    return [
+        f"Winner: trial {winner.trial} ({words(winner.setting)}), served: {winner.mean:.1f} tok/s on held-out prompts "
+        f"[{winner.low:.1f}, {winner.high:.1f}]. It may claim {winner.claimed:.1f}: a re-run is at most 5 % below that "
+        f"with a chance of {winner.p_pass:.1%}.",
+        export,
+    ]
 
 
 def _interrupt(*_: object) -> NoReturn:

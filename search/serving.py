@@ -44,9 +44,8 @@ def serve(folder: Path) -> None:
         drafter = derive_drafter(source, folder / "drafter", drafter_values(manifest["env"]))
     arguments = server_arguments(manifest, target, drafter) + sys.argv[1:]
     port = int(arguments[len(arguments) - arguments[::-1].index("--port")])
-    if manifest["env"]["WARMUP_BRIDGE"] == "1":
-        vocabulary = int(text_config(read_config(target))["vocab_size"])
-        threading.Thread(target=_warm_up, args=(manifest, port, vocabulary), daemon=True).start()
+    vocabulary = int(text_config(read_config(target))["vocab_size"])
+    threading.Thread(target=_warm_up, args=(manifest, port, vocabulary), daemon=True).start()
     sys.argv = [SERVER, *arguments]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
@@ -126,7 +125,8 @@ def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     draw = random.Random(int(env["WARMUP_SEED"]))
-    for _ in range(int(env["WARMUP_NUM_PROMPTS"])):
+    prompts = int(env["WARMUP_NUM_PROMPTS"]) if env["WARMUP_BRIDGE"] == "1" else 0
+    for _ in range(prompts):
         body = {
             "model": manifest["served_model_name"],
             "prompt": [draw.randrange(vocabulary) for _ in range(WARMUP_PROMPT_TOKENS)],
@@ -138,4 +138,4 @@ def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
         )
         with urllib.request.urlopen(request, timeout=600):
             pass
-    print(f"Warm-up done: {env['WARMUP_NUM_PROMPTS']} prompts.", flush=True)
+    print(f"Warm-up done: {prompts} prompts.", flush=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from search.data import GATE, TUNE, Prompt, Record, content_hash, read_prompts, read_records
+from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, content_hash, read_prompts, read_records
 from search.errors import UsageError
 from search.knobs import KNOWN, Knob
 
@@ -45,7 +45,8 @@ class WorkloadSpec:
 
     A trial times prompts until its interval is within ± `precision` (0.01 is 1 %), but no more than
     `prompts_per_trial` (None: all tune prompts). On a machine whose speed drifts, one control prompt at the
-    reference setting is timed before, after and between every `control_prompts` of them (None: no controls).
+    reference setting is timed before, after and between every `control_prompts` of them (None: no such controls).
+    Every `control_trials` trials, and in every new worker, several are.
     """
 
     prompts: Path
@@ -53,6 +54,7 @@ class WorkloadSpec:
     precision: float
     prompts_per_trial: int | None
     control_prompts: int | None
+    control_trials: int
     warmup: WarmupSpec
 
 
@@ -91,6 +93,14 @@ class StudySpec:
         if len(prompts) < 2:
             raise UsageError(f"{self.workload.prompts} holds fewer than two tune prompts.")
         return prompts
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """The prompts that the search never sees, in file order; there may be none."""
+        return [p for p in read_prompts(self.workload.prompts) if p.split == HELD_OUT]
+
+    def held_out_records(self) -> list[Record]:
+        """The records that the search never sees, in file order; there may be none."""
+        return [r for r in read_records(self.gate.records) if r.split == HELD_OUT]
 
     def records(self) -> list[Record]:
         """The gate records, in file order."""
@@ -259,10 +269,11 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
     most = section.optional("prompts_per_trial", int, least=2)
-    control_prompts = None
+    control_prompts, control_trials = None, 25
     if "control" in section.children:
         part = section.section("control")
         control_prompts = part.optional("prompts", int, least=1)
+        control_trials = part.take("trials", int, control_trials, least=1)
         part.done()
     section.taken.add("control")
     warmup = WarmupSpec()
@@ -276,7 +287,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
         part.done()
     section.taken.add("warmup")
     section.done()
-    return WorkloadSpec(prompts, tokens, precision, most, control_prompts, warmup)
+    return WorkloadSpec(prompts, tokens, precision, most, control_prompts, control_trials, warmup)
 
 
 def _gate(section: _Section, folder: Path) -> GateSpec:

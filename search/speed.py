@@ -130,24 +130,35 @@ class Comparison:
         return float(stats.t.cdf(self.log_ratio / self.error, self.prompts - 1))
 
 
-def compare(seconds: Mapping[str, float], others: Mapping[str, float], common_noise: float = 0.0) -> Comparison | None:
-    """Compare two settings prompt by prompt; None if fewer than three prompts are common to both.
+def compare(
+    timings: Sequence[PromptTiming],
+    others: Sequence[PromptTiming],
+    common_noise: float = 0.0,
+    *,
+    same_output: bool = False,
+) -> Comparison | None:
+    """Compare two settings prompt by prompt; None if fewer than three prompts can be compared.
 
     Prompts differ by a factor of three, but mostly alike for both settings, so that the residuals from the ratio
     of the totals are what is left (the ratio estimator's linearisation: Cochran, 3rd ed., section 6.4).
 
     Args:
-        seconds: latency by prompt id, each for the same number of tokens as in `others`.
-        others: the same for the other setting.
-        common_noise: relative standard deviation that all of `seconds` share against all of `others`.
+        timings: prompts timed at the setting, each decoded to as many tokens as in `others`.
+        others: prompts timed at the other setting.
+        common_noise: relative standard deviation that all of `timings` share against all of `others`.
+        same_output: compare only prompts on which both gave the same tokens. Different tokens are easier or harder
+            to draft, which is luck of the text and no speed; without them the comparison is at its sharpest.
     """
-    common = sorted(seconds.keys() & others.keys())
+    mine, theirs = {t.prompt_id: t for t in timings}, {t.prompt_id: t for t in others}
+    common = sorted(mine.keys() & theirs.keys())
+    if same_output:
+        common = [p for p in common if mine[p].output_hash == theirs[p].output_hash]
     count = len(common)
     if count < 3:
         return None
-    mean_other = math.fsum(others[p] for p in common) / count
-    ratio = math.fsum(seconds[p] for p in common) / (count * mean_other)
-    spread = math.fsum((seconds[p] - ratio * others[p]) ** 2 for p in common) / (count - 1)
+    mean_other = math.fsum(theirs[p].latency_s for p in common) / count
+    ratio = math.fsum(mine[p].latency_s for p in common) / (count * mean_other)
+    spread = math.fsum((mine[p].latency_s - ratio * theirs[p].latency_s) ** 2 for p in common) / (count - 1)
     error = math.sqrt(spread / count / (ratio * mean_other) ** 2 + common_noise**2)
     return Comparison(log_ratio=-math.log(ratio), error=error, prompts=count)
 

@@ -18,12 +18,13 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from search.confirm import confirm
 from search.engine.protocol import Setting
 from search.errors import SearchError
 from search.knobs import TOP_K, WINDOW, Knob
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import BUSY_TIMEOUT_S, REFERENCE, FrontPoint, Outcome, Store, open_engine, safe_url
+from search.store import BUSY_TIMEOUT_S, REFERENCE, Confirmation, FrontPoint, Outcome, Store, open_engine, safe_url
 from search.trial import Laboratory
 
 STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
@@ -39,9 +40,10 @@ SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to search; `trials` is the total that should stand finished."""
+    """How to search: `trials` in all should stand finished, `confirm` finalists are measured again."""
 
     trials: int
+    confirm: int
     storage: str
     engine: str
     sampler: str
@@ -59,6 +61,9 @@ class StudyObserver(Observer, Protocol):
     def finished(self, outcome: Outcome, finished: int, best: Outcome | None) -> None:
         """A trial ended; `best` is the fastest feasible one so far."""
 
+    def searched(self, summary: Summary) -> None:
+        """The last trial ended; finalists are still to be confirmed."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -75,6 +80,13 @@ class Summary:
     wall_s: float
     engine_starts: int
     gate: dict[str, int]
+    drift: list[dict[str, Any]]
+    confirmed: list[Confirmation]
+
+    @property
+    def winner(self) -> Confirmation | None:
+        """The confirmed trial with the best lower bound among those that may win."""
+        return next((c for c in self.confirmed if c.eligible), None)
 
     def as_json(self) -> dict[str, Any]:
         """The document `--json` prints."""
@@ -86,7 +98,8 @@ class Summary:
             "ceiling": self.ceiling,
             "front": self.front,
             "best": self.best,
-            "confirmed": None,
+            "confirmed": _confirmed(self.winner),
+            "drift": self.drift,
             "wall_s": round(self.wall_s, 1),
             "engine_starts": self.engine_starts,
             "gate": self.gate,
@@ -126,6 +139,9 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
                 study.enqueue_trial(default_setting(spec, laboratory.native))
             observer.opened(store.finished(), options.trials)
             _loop(spec, options, study, store, laboratory, observer, started)
+        if options.confirm and options.engine != "simulated" and store.front():
+            observer.searched(_summary(store, laboratory.engine_starts, time.perf_counter() - started))
+            confirm(spec, store, laboratory, observer, options.confirm, options.logs)
         return _summary(store, laboratory.engine_starts, time.perf_counter() - started)
 
 
@@ -201,8 +217,8 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
         if value is not None:
             trial.set_user_attr(name, value)
     told_before = CONSTRAINT in frozen.constraints  # by a searcher that was killed before it could finish
-    if outcome.ppl is not None and outcome.ceiling is not None and not told_before:
-        trial.set_constraint(CONSTRAINT, outcome.ppl - outcome.ceiling)
+    if outcome.excess is not None and not told_before:
+        trial.set_constraint(CONSTRAINT, outcome.excess)
     if outcome.state == "COMPLETE":
         assert outcome.tps is not None and outcome.ppl is not None
         study.tell(outcome.trial, [outcome.tps, outcome.ppl])
@@ -311,7 +327,20 @@ def _summary(store: Store, engine_starts: int, wall_s: float) -> Summary:
         wall_s=wall_s,
         engine_starts=engine_starts,
         gate=store.gate_counts(),
+        drift=[
+            {"trial": m.trial, **{name: m.figures[name] for name in ("drift", "low", "high", "other_outputs")}}
+            for m in store.measurements("speed", "drift")
+        ],
+        confirmed=store.confirmations(),
     )
+
+
+def _confirmed(found: Confirmation | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    names = ("trial", "claimed", "mean", "low", "high", "p_pass")
+    kept = ("ppl", "held_out_ratio", "held_out_tps", "tune_tps", "gap", "identity")
+    return {**{n: getattr(found, n) for n in names}, **{n: found.figures[n] for n in kept}, "knobs": found.setting}
 
 
 def _point(point: FrontPoint) -> dict[str, Any]:

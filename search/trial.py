@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from search import gate, speed
+from search import speed
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
 from search.engine.session import EngineSession
 from search.errors import SearchError
 from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
-from search.stages import Observer, PerplexityStage, ThroughputStage, apply
+from search.stages import Observer, PerplexityStage, PlainStage, ThroughputStage, apply
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, setting_key
 
 
@@ -42,6 +42,7 @@ class Laboratory:
         self._session = EngineSession(engine, load, logs, announce, self._store_environment)
         self._perplexity = PerplexityStage(spec, self._session, store, observer)
         self._throughput = ThroughputStage(spec, self._session, store, observer)
+        self.plain = PlainStage(self._session, store, observer)
         self._observer = observer
         self._probe = spec.prompts()[0]
         self._ceiling = float("nan")
@@ -64,6 +65,10 @@ class Laboratory:
         """How many engines were started."""
         return self._session.starts
 
+    def end_worker(self) -> None:
+        """End the worker; a later measurement starts another."""
+        self._session.end()
+
     def measure_reference(self) -> None:
         """Measure the reference setting (native window and top-k, no drafts), unless the store has it.
 
@@ -75,13 +80,13 @@ class Laboratory:
         reference = self._store.outcome(REFERENCE)
         assert reference is not None and reference.ppl is not None and reference.ceiling is not None
         self._ceiling = reference.ceiling
-        self._perplexity.recall()
-        self._throughput.recall()
-        if gate.violation(reference.ppl, self._ceiling) > 0:
+        if reference.ppl > self._ceiling:
             raise SearchError(
                 f"The reference setting itself has perplexity {reference.ppl:.4f}, over the ceiling of "
                 f"{self._ceiling:.4f}: no setting can be expected to pass. Raise gate.ceiling (or --ppl-ceiling)."
             )
+        self._perplexity.recall(self._ceiling)
+        self._throughput.recall()
 
     def run(self, trial: int, setting: Mapping[str, Any], slot: int) -> Outcome:
         """Measure one setting; the outcome and every stage's row are in the store when this returns.
@@ -115,21 +120,26 @@ class Laboratory:
 
     def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float) -> Outcome:
         effective = self._apply(trial, setting)
-        rows.append(self._perplexity.measure(trial, setting, effective))
-        ppl = rows[0].figures["ppl"]
-        if gate.violation(ppl, self._ceiling) > 0:
-            reason = f"perplexity {ppl:.4f} is over the ceiling of {self._ceiling:.4f}"
-            return self._outcome(trial, setting, started, "PRUNED", ppl=ppl, reason=reason)
+        verdict, row = self._perplexity.measure(trial, setting, effective)
+        rows.append(row)
+        ppl, excess = verdict.ppl, verdict.excess
+        if verdict.outcome != "under":
+            reason = verdict.reason(self._ceiling)
+            return self._outcome(trial, setting, started, "PRUNED", ppl=ppl, excess=excess, reason=reason)
+        drift = self._throughput.time_reference_again(trial)
+        if drift is not None:
+            rows.append(drift)
+            self._apply(trial, setting)
         found, timed, remark = self._throughput.measure(trial, setting, effective, self._store.fastest_within(ppl))
         rows += timed
-        return self._outcome(trial, setting, started, "COMPLETE", ppl=ppl, found=found, reason=remark)
+        return self._outcome(trial, setting, started, "COMPLETE", ppl=ppl, excess=excess, found=found, reason=remark)
 
     def _measure_reference(self) -> None:
         started = time.perf_counter()
         setting = canonical({DRAFTS: 0}, self.native)
         try:
             effective = self._apply(REFERENCE, setting)
-            gated = self._perplexity.measure(REFERENCE, setting, effective)
+            gated = self._perplexity.measure_reference(setting, effective)
             found, rows = self._throughput.measure_reference(setting, effective)
         except WorkerError as error:
             raise SearchError(f"The reference setting could not be measured: {error}") from error
@@ -146,6 +156,7 @@ class Laboratory:
         state: str,
         *,
         ppl: float | None = None,
+        excess: float | None = None,
         found: speed.Throughput | None = None,
         reason: str | None = None,
     ) -> Outcome:
@@ -157,6 +168,7 @@ class Laboratory:
             setting_key=setting_key(setting),
             ppl=ppl,
             ceiling=self._ceiling,
+            excess=excess,
             tps=found.tps if found else None,
             tps_low=found.low if found else None,
             tps_high=found.high if found else None,
@@ -170,7 +182,9 @@ class Laboratory:
     def _reused(self, trial: int, known: Outcome, started: float) -> Outcome:
         """The outcome of a setting that trial `known` has already measured."""
         reason = f"measured before, as trial {known.trial}"
-        outcome = self._outcome(trial, known.setting, started, known.state, ppl=known.ppl, reason=reason)
+        outcome = self._outcome(
+            trial, known.setting, started, known.state, ppl=known.ppl, excess=known.excess, reason=reason
+        )
         outcome.tps, outcome.tps_low, outcome.tps_high = known.tps, known.tps_low, known.tps_high
         outcome.prompts, outcome.reused_from = known.prompts, known.trial
         return outcome

@@ -1,15 +1,14 @@
 """The manifest and what is made of it, without starting a server (test_vllm.py starts one)."""
 
 import json
-from datetime import UTC, datetime
 
 import pytest
 
 from search.errors import RefusedError
-from search.manifest import build_manifest, environment_keys, write_manifest
+from search.manifest import build_manifest, environment_keys, manifest_hash, write_manifest
 from search.serving import derive_drafter, drafter_values, server_arguments
 from search.spec import read_study
-from search.store import Environment, Measurement, Outcome
+from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine
 
 SETTING = {"sliding_window": 188, "centroid_top_k": 49, "num_speculative_tokens": 7}
 
@@ -33,22 +32,44 @@ def spec(edit_study, model_folder):
 
 
 @pytest.fixture
-def manifest(spec):
-    figures = {"acceptance_rate": [0.7, float("nan")], "output_hash": "00ff"}
-    return build_manifest(
-        spec,
-        Outcome(
-            study="s", trial=17, setting=SETTING, tps=510.5, tps_low=508.0, tps_high=513.0, ppl=2.393, ceiling=2.42
-        ),
-        Outcome(setting={}, tps=200.0, ppl=2.3),
-        Measurement(effective=SETTING, figures=figures, created_at=datetime(2026, 1, 1, tzinfo=UTC)),
+def manifest(spec, store):
+    return build_manifest(spec, store, store.outcome(17))
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A study with one measured trial, 17, that is not confirmed."""
+    store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
+    facts = {"vllm": "0.32.0", "transformers": "5.19.0", "torch": "2.13.0+cpu"}
+    environment = store.add(
         Environment(
+            study="s",
+            simulated=False,
             model_hash="aa",
             drafter_hash="bb",
             build_hash="cc",
-            facts={"vllm": "0.32.0", "transformers": "5.19.0", "torch": "2.13.0+cpu"},
-        ),
+            native={},
+            facts=facts,
+            start_s=1.0,
+        )
     )
+    figures = {"acceptance_rate": [0.7, float("nan")], "output_hash": "00ff"}
+    speed = Measurement(
+        study="s",
+        trial=17,
+        environment_id=environment,
+        stage="speed",
+        status="done",
+        setting=SETTING,
+        effective=SETTING,
+        figures=figures,
+        wall_s=1.0,
+    )
+    common = {"study": "s", "state": "COMPLETE", "setting_key": "k", "wall_s": 1.0, "simulated": False, "ceiling": 2.42}
+    store.finish(Outcome(trial=REFERENCE, setting={}, tps=200.0, ppl=2.3, **common))
+    measured = {"setting": SETTING, "tps": 510.5, "tps_low": 508.0, "tps_high": 513.0, "ppl": 2.393}
+    store.finish(Outcome(trial=17, **measured, **common), [speed])
+    return store
 
 
 def test_every_key_follows_from_the_setting_and_is_text(spec):
@@ -77,30 +98,38 @@ def test_without_drafts_no_drafter_is_served(spec):
     assert "SPECULATIVE_CONFIG" not in keys and "CENTROID_TOP_K" not in keys
 
 
-def test_a_manifest_invents_nothing(manifest, tmp_path):
-    write_manifest(manifest, tmp_path / "out")
+def test_a_manifest_invents_nothing(manifest, spec, tmp_path):
+    write_manifest(manifest, spec, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert written["confirmed"] is None
     evidence = written["evidence"]
-    assert evidence["tps"] == {"claimed": None, "mean": 510.5, "low": 508.0, "high": 513.0}
+    searched = {"mean": 510.5, "low": 508.0, "high": 513.0}
+    assert evidence["tps"] == {"claimed": None, "mean": None, "low": None, "high": None, "searched": searched}
     assert evidence["held_out"] is evidence["identity"] is evidence["p_pass"] is None
     assert evidence["acceptance_rate"] == [0.7, None]
     assert evidence["ratio"] == pytest.approx(2.393 / 2.3)
 
 
-def test_an_export_replaces_an_older_one_and_nothing_else(manifest, tmp_path):
+def test_a_manifests_hash_changes_with_its_claim_and_with_nothing_else(manifest):
+    again = json.loads(json.dumps({**manifest}).replace("NaN", "null"))
+    assert manifest_hash(again) == manifest["evidence"]["hashes"]["manifest"]
+    again["evidence"]["tps"]["claimed"] = 561.0
+    assert manifest_hash(again) != manifest["evidence"]["hashes"]["manifest"]
+
+
+def test_an_export_replaces_an_older_one_and_nothing_else(manifest, spec, tmp_path):
     out = tmp_path / "out"
-    write_manifest(manifest, out)
+    write_manifest(manifest, spec, out)
     (out / "drafter").mkdir()
-    write_manifest({**manifest, "name": "second"}, out)
+    write_manifest({**manifest, "name": "second"}, spec, out)
     assert json.loads((out / "manifest.json").read_text())["name"] == "second"
-    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "serve.py"]
+    assert sorted(p.name for p in out.iterdir()) == ["evidence", "manifest.json", "serve.py"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
     other = tmp_path / "other"
     other.mkdir()
     (other / "precious.txt").write_text("x")
     with pytest.raises(RefusedError, match="not an exported manifest"):
-        write_manifest(manifest, other)
+        write_manifest(manifest, spec, other)
     assert (other / "precious.txt").exists()
 
 

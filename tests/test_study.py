@@ -1,6 +1,7 @@
 """Whole searches on the simulated engine, in a worker process of its own."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -37,12 +38,15 @@ class Silent:
 
     def finished(self, outcome, finished, best): ...
 
+    def searched(self, summary): ...
+
 
 @pytest.fixture
 def options(tmp_path):
     def make(trials, **changes):
         values = {
             "trials": trials,
+            "confirm": 0,
             "storage": f"sqlite:///{tmp_path}/study.db",
             "engine": "simulated",
             "sampler": "tpe",
@@ -88,11 +92,13 @@ def test_the_defaults_are_the_first_trial_and_the_reference_is_none_of_them(stud
 
 def test_a_pruned_trial_keeps_what_it_measured_and_its_constraint(study_folder, options):
     search(read_study(study_folder), options(40), Silent())
+    reference = stored(options(40)).outcome(REFERENCE)
     for trial in optuna_trials(options(40)):
-        over = trial.user_attrs["ppl"] - stored(options(40)).outcome(trial.number).ceiling
-        assert trial.constraints["ppl"] == pytest.approx(over)
+        outcome = stored(options(40)).outcome(trial.number)
+        over = true_ppl(trial.params["sliding_window"]) * reference.ppl - outcome.ceiling
+        assert trial.constraints["ppl"] == outcome.excess == pytest.approx(over)
         assert (trial.state == TrialState.PRUNED) == (over > 0)
-        assert ("tps" in trial.user_attrs) == (over <= 0)
+        assert ("ppl" in trial.user_attrs) and ("tps" in trial.user_attrs) == (over <= 0)
 
 
 def test_a_pruned_trial_is_never_timed(study_folder, options):
@@ -118,6 +124,12 @@ def test_a_drifting_machine_does_not_move_the_figures(study_folder, options, mon
     assert rows
     for row in rows:
         assert row.figures["tps"] == pytest.approx(scale * true_tps(spec, row.setting), rel=0.06)
+
+
+def true_ppl(window):
+    """The simulated perplexity law over the study's records, whose offsets are its own."""
+    reference, here = (2.3769 + 0.768 * math.exp(-w / 49.5) for w in (512, window))
+    return here / reference
 
 
 def true_tps(spec, setting):

@@ -50,11 +50,15 @@ class Score(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Decode exactly `max_tokens` greedy tokens after `prompt` (token ids), alone on the engine."""
+    """Decode exactly `max_tokens` greedy tokens after `prompt` (token ids), alone on the engine.
+
+    With `show_tokens` the answer holds them, and how sure the model was of each; the latency is then none to quote.
+    """
 
     prompt_id: str
     prompt: list[int]
     max_tokens: int
+    show_tokens: bool = False
 
 
 # Replies --------------------------------------------------------------------------------------------------
@@ -101,6 +105,8 @@ class Decoded(Message, frozen=True):
     drafts: int
     draft_tokens: int
     accepted_per_pos: list[int]
+    token_ids: list[int] = []
+    gaps: list[float] = []
 
 
 class Failed(Message, frozen=True):

@@ -88,6 +88,8 @@ class SimulatedEngine:
             drafts=drafts,
             draft_tokens=drafts * drafts_a_step,
             accepted_per_pos=[int(rate * drafts) for rate in accepted],
+            token_ids=list(range(request.max_tokens)) if request.show_tokens else [],
+            gaps=[1.0] * request.max_tokens if request.show_tokens else [],
         )
 
     def _acceptance(self) -> list[float]:

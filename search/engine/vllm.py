@@ -128,7 +128,9 @@ class VllmEngine:
 
     def decode(self, request: Decode) -> Decoded:
         """Decode greedily, ignoring the end-of-text token, so that every setting does equal work."""
-        params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2 if request.show_tokens else None
+        )
         before = self._draft_counters()
         started = time.perf_counter()
         output = self._generate(request.prompt, params)
@@ -149,6 +151,8 @@ class VllmEngine:
             drafts=drafts,
             draft_tokens=draft_tokens,
             accepted_per_pos=accepted,
+            token_ids=token_ids if request.show_tokens else [],
+            gaps=[_gap(entry) for entry in output.outputs[0].logprobs or []],
         )
 
     def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
@@ -165,6 +169,12 @@ class VllmEngine:
             int(found["vllm:spec_decode_num_draft_tokens"].value),
             *map(int, found["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
         ]
+
+
+def _gap(entry: dict[int, Any]) -> float:
+    """Log-probability of the likeliest token minus that of the next."""
+    first, second, *_ = sorted((candidate.logprob for candidate in entry.values()), reverse=True)
+    return float(first - second)
 
 
 def _drafts_a_step(counted: Decoded) -> int | float:

@@ -19,6 +19,7 @@ from search.store import REFERENCE, Measurement, PromptTimingRow, Store
 
 MIN_PROMPTS = 6  # timed before an interval is believed
 LEAST_CHANCE = 0.5  # of being faster than a setting that is no worse: below it a trial is not timed further
+DRIFT_PROMPTS = 8  # timed at the reference setting when it is due again
 CONTROL_AGE_S = 1.0  # a control older than this no longer says how fast the machine is now
 
 
@@ -45,7 +46,11 @@ class ThroughputStage(Stage):
         self._noise = 0.0
         self._reference: Setting = {}
         self._reference_s: dict[str, float] = {}
+        self._reference_hashes: dict[str, str] = {}
         self._last_control: tuple[float, float] | None = None  # when, and the drift then
+        self._drift = 1.0  # when the reference was last timed again
+        self._since_drift = 0  # trials, since then
+        self._environment: int | None = None  # the worker it was timed in
         self._anchors: list[dict[str, float]] = []
 
     def recall(self) -> None:
@@ -57,6 +62,10 @@ class ThroughputStage(Stage):
         self._reference_s = _mean_seconds(
             {t.prompt: t.latency_s for t in reference.timings}, {t.prompt: t.latency_s for t in again.timings}
         )
+        self._reference_hashes = {t.prompt: t.output_hash for t in reference.timings}
+        self._environment = reference.environment_id
+        for timed in self._store.measurements("speed", "drift"):
+            self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
         self._anchors = [self._reference_s]
         for measured in self._store.measurements("speed", "done"):
             if measured.trial != REFERENCE and len(measured.timings) == len(self._prompts):
@@ -64,7 +73,7 @@ class ThroughputStage(Stage):
 
     def measure_reference(self, setting: Setting, effective: Setting) -> tuple[speed.Throughput, list[Measurement]]:
         """Time the reference setting on every tune prompt, twice: everything else is relative to it."""
-        passes = [[Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting)] for _ in range(2)]
+        passes = [[Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._prompts)] for _ in range(2)]
         first, again = ([t.seconds for t in timed] for timed in passes)
         noise = speed.relative_noise(first, again)
         mean_s = _mean_seconds(*({t.decoded.prompt_id: t.seconds for t in timed} for timed in passes))
@@ -78,6 +87,36 @@ class ThroughputStage(Stage):
             self._speed_row(REFERENCE, "done", setting, effective, figures, passes[0]),
             self._speed_row(REFERENCE, "repeat", setting, effective, {}, passes[1]),
         ]
+
+    def time_reference_again(self, trial: int) -> Measurement | None:
+        """Where it is due, before `trial`: how fast is the machine now? Says so where that is beyond noise."""
+        self._since_drift += 1
+        new_worker = self._session.environment_id != self._environment
+        if self._since_drift <= self._workload.control_trials and not new_worker:
+            return None
+        effective = apply(self._session, self._reference, self._prompts[0])
+        decoded = self._decode_all(trial, self._reference, self._prompts[:DRIFT_PROMPTS], "control")
+        found = speed.compare(
+            [_timing(d, d.latency_s) for d in decoded],
+            [speed.PromptTiming(p, self._workload.output_tokens, s, "") for p, s in self._reference_s.items()],
+        )
+        assert found is not None  # DRIFT_PROMPTS are enough
+        low, high = found.interval()
+        self._drift, self._since_drift, self._environment = math.exp(-found.log_ratio), 0, self._session.environment_id
+        if not low <= 1 <= high:
+            self._observer.note(
+                f"Control: the reference setting is {1 / self._drift:.3f} × as fast as at the start ({low:.3f} to "
+                f"{high:.3f}); trials are compared relative to that."
+            )
+        other = [d.prompt_id for d in decoded if d.output_hash != self._reference_hashes[d.prompt_id]]
+        if other:
+            self._observer.note(
+                f"Control: {len(other)} of {len(decoded)} prompts gave other tokens than at the start: this worker "
+                "took another token path."
+            )
+        figures = {"drift": self._drift, "low": 1 / high, "high": 1 / low, "other_outputs": len(other)}
+        timed = [Timed(d, self._drift) for d in decoded]
+        return self._speed_row(trial, "drift", self._reference, effective, figures, timed)
 
     def measure(
         self, trial: int, setting: Setting, effective: Setting, rival: int | None
@@ -99,7 +138,7 @@ class ThroughputStage(Stage):
         all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
         most = len(self._prompts) if all_of_them else self._workload.prompts_per_trial or len(self._prompts)
         block_size = self._workload.control_prompts or 1
-        rival_s = self._seconds_of(rival)
+        rival_timings = self._timings_of(rival)
         timed: list[Timed] = []
         controls: list[Decoded] = []
         remark = None
@@ -120,7 +159,7 @@ class ThroughputStage(Stage):
                     continue
                 if self._estimate(timed).half_width <= self._workload.precision:
                     break
-                if self._beaten(timed, rival_s):
+                if self._beaten(timed, rival_timings):
                     remark = f"stopped after {len(timed)} prompts: trial {rival} is faster and no worse"
                     break
         except KeyboardInterrupt:
@@ -136,23 +175,22 @@ class ThroughputStage(Stage):
             rows.append(self._speed_row(trial, "control", self._reference, self._reference, {}, reference))
         return found, rows, remark
 
-    def _seconds_of(self, trial: int | None) -> dict[str, float]:
-        """A measured trial's seconds by prompt, drift undone."""
+    def _timings_of(self, trial: int | None) -> list[speed.PromptTiming]:
+        """A measured trial's prompts, drift undone."""
         if trial is None:
-            return {}
+            return []
         (measured,) = self._store.measurements("speed", "done", trial)
-        return {t.prompt: t.latency_s / t.drift for t in measured.timings}
+        return [speed.PromptTiming(t.prompt, t.tokens, t.latency_s / t.drift, t.output_hash) for t in measured.timings]
 
-    def _beaten(self, timed: list[Timed], rival_s: dict[str, float]) -> bool:
-        seconds = {t.decoded.prompt_id: t.seconds for t in timed}
-        noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival_s)))
-        found = speed.compare(seconds, rival_s, noise)
+    def _beaten(self, timed: list[Timed], rival: list[speed.PromptTiming]) -> bool:
+        noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival)))
+        found = speed.compare([_timing(t.decoded, t.seconds) for t in timed], rival, noise)
         return found is not None and found.chance_faster() < LEAST_CHANCE
 
     def _control(self, trial: int, prompt: Prompt, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
-        """How much slower the machine is now than for the reference (1.1: 10 % slower); 1 without controls."""
+        """How much slower the machine is now than for the reference (1.1: 10 % slower), by the nearest control."""
         if self._workload.control_prompts is None:
-            return 1.0
+            return self._drift
         if fresh_is_enough and self._last_control and time.monotonic() - self._last_control[0] < CONTROL_AGE_S:
             return self._last_control[1]
         apply(self._session, self._reference)
@@ -175,10 +213,10 @@ class ThroughputStage(Stage):
         block = self._workload.control_prompts
         return self._noise / math.sqrt(math.ceil(prompts / block)) if block and prompts else 0.0
 
-    def _decode_all(self, trial: int, setting: Setting) -> list[Decoded]:
+    def _decode_all(self, trial: int, setting: Setting, prompts: list[Prompt], stage: str = "speed") -> list[Decoded]:
         decoded = []
-        for number, prompt in enumerate(self._prompts):
-            self._observer.stage(trial, setting, "speed", number, len(self._prompts))
+        for number, prompt in enumerate(prompts):
+            self._observer.stage(trial, setting, stage, number, len(prompts))
             decoded.append(self._decode(prompt, setting))
         return decoded
 

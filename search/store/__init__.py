@@ -2,6 +2,7 @@
 
 from search.store.front import pareto_front
 from search.store.models import (
+    Confirmation,
     Environment,
     FrontPoint,
     Measurement,
@@ -13,6 +14,7 @@ from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, open_engine, sa
 __all__ = [
     "BUSY_TIMEOUT_S",
     "REFERENCE",
+    "Confirmation",
     "Environment",
     "FrontPoint",
     "Measurement",

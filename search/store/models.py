@@ -68,7 +68,8 @@ class Measurement(Base):
 
     `stage` is gate or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
     although it was remembered, to prove the memory right); repeat (the reference timed again, for the noise);
-    control (prompts at the reference setting in between a trial's, for the drift); or interrupted.
+    control (prompts at the reference setting in between a trial's, for the drift); drift (the same between trials,
+    or in a new worker); or interrupted.
     """
 
     __tablename__ = "pareto_measurement"
@@ -125,7 +126,8 @@ class PromptTimingRow(Base):
 class Outcome(Base):
     """How a trial ended: what Optuna is told, and what a later trial with the same setting reuses.
 
-    The reference setting's outcome stands under trial -1.
+    `ppl` is over the records that the verdict used; `excess`, the constraint, is how far the perplexity over all of
+    them is (or, from fewer, is estimated to be) over the ceiling. The reference setting's stands under trial -1.
     """
 
     __tablename__ = "pareto_outcome"
@@ -137,6 +139,7 @@ class Outcome(Base):
     setting_key: Mapped[str] = mapped_column(String(200), index=True)
     ppl: Mapped[float | None]
     ceiling: Mapped[float | None]
+    excess: Mapped[float | None]
     tps: Mapped[float | None]
     tps_low: Mapped[float | None]
     tps_high: Mapped[float | None]
@@ -145,6 +148,28 @@ class Outcome(Base):
     reason: Mapped[str | None] = mapped_column(String(1000))
     wall_s: Mapped[float]
     simulated: Mapped[bool]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class Confirmation(Base):
+    """A finalist measured again, served in a process of its own (see `search.confirm`).
+
+    `claimed`, `mean`, `low`, `high` are tokens per second on held-out prompts; `reason` is why it must not win.
+    """
+
+    __tablename__ = "pareto_confirmation"
+
+    study: Mapped[str] = mapped_column(String(200), primary_key=True)
+    trial: Mapped[int] = mapped_column(primary_key=True)
+    setting: Mapped[dict[str, Any]]
+    eligible: Mapped[bool]
+    reason: Mapped[str | None] = mapped_column(String(1000))
+    claimed: Mapped[float | None]
+    mean: Mapped[float | None]
+    low: Mapped[float | None]
+    high: Mapped[float | None]
+    p_pass: Mapped[float | None]
+    figures: Mapped[dict[str, Any]]
     created_at: Mapped[datetime] = mapped_column(default=_now)
 
 

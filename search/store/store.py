@@ -17,6 +17,7 @@ from search.gate import RecordScore
 from search.store.front import pareto_front
 from search.store.models import (
     Base,
+    Confirmation,
     Definition,
     Environment,
     FrontPoint,
@@ -264,6 +265,27 @@ class Store:
         )
         with self._session() as session:
             return session.scalars(query.limit(1)).first()
+
+    def add_confirmation(self, confirmation: Confirmation) -> None:
+        """Write one; it replaces an earlier one of the same trial."""
+        with self._session() as session, session.begin():
+            session.merge(confirmation)
+
+    def confirmation(self, trial: int) -> Confirmation | None:
+        """What confirming a trial found, if it was confirmed."""
+        with self._session() as session:
+            return session.get(Confirmation, (self.study, trial))
+
+    def confirmations(self) -> list[Confirmation]:
+        """All of them: those that may win first, each by the lower end of its interval, best first."""
+        query = select(Confirmation).where(Confirmation.study == self.study)
+        with self._session() as session:
+            found = list(session.scalars(query))
+        return sorted(found, key=lambda c: (c.eligible, c.low or 0.0), reverse=True)
+
+    def winner(self) -> Confirmation | None:
+        """The confirmed trial with the best lower bound among those that may win."""
+        return next((c for c in self.confirmations() if c.eligible), None)
 
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""

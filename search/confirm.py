@@ -1,0 +1,197 @@
+"""Confirm: the fastest points of the front are measured again, served, as whoever deploys them will have them.
+
+Each finalist is exported and served in a fresh process, and asked over HTTP: held-out prompts that the search never
+saw, repeated until the mean is narrow; held-out records; and its tokens against the same model and window decoding
+without drafts. What is claimed later rests on these figures alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search import gate, served
+from search.claim import TOLERANCE, claim
+from search.data import Prompt
+from search.endpoint import Endpoint, EndpointError
+from search.engine.protocol import Setting
+from search.identity import Identity, Plain, compare_tokens, degenerate, variety
+from search.knobs import DRAFTS, quality_part
+from search.manifest import build_manifest, write_manifest
+from search.spec import StudySpec
+from search.stages import Observer
+from search.store import REFERENCE, Confirmation, Outcome, Store, setting_key
+from search.trial import Laboratory
+
+SELF_SHIFT = 0.02  # nats a token that the scored and the served path may differ by, rounding being what it is
+SELF_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class PlainEvidence:
+    """What the model says without drafts: at the reference setting, and at each finalist's window."""
+
+    reference: dict[str, Plain]
+    by_trial: dict[int, dict[str, Plain]]
+    held_out_scores: dict[str, gate.RecordScore]
+
+
+def finalists(store: Store, count: int) -> list[Outcome]:
+    """The fastest points of the front and, where it has fewer, the fastest other settings that passed the gate."""
+    front = [point.trial for point in reversed(store.front())]
+    others = sorted((o for o in store.outcomes() if o.state == "COMPLETE"), key=lambda o: -(o.tps or 0.0))
+    chosen: dict[str, Outcome] = {}
+    for outcome in [*filter(None, map(store.outcome, front)), *others]:
+        if outcome.reused_from is None and len(chosen) < count:
+            chosen.setdefault(outcome.setting_key, outcome)
+    return list(chosen.values())
+
+
+def confirm(
+    spec: StudySpec, store: Store, laboratory: Laboratory, observer: Observer, count: int, logs: Path
+) -> list[Confirmation]:
+    """Confirm `count` finalists; those already confirmed are not measured again. Returns all, the winner first.
+
+    Raises:
+        SearchError: the engine does not start.
+    """
+    chosen = finalists(store, count)
+    missing = [outcome for outcome in chosen if store.confirmation(outcome.trial) is None]
+    if missing:
+        observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
+        evidence = _plain_evidence(spec, laboratory, missing)
+        laboratory.end_worker()  # two engines at once would slow each other
+        for outcome in missing:
+            store.add_confirmation(_confirmation(spec, store, outcome, evidence, observer, logs))
+    return store.confirmations()
+
+
+def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[Outcome]) -> PlainEvidence:
+    """Everything about plain decoding that the finalists are held against, on the search's own engine."""
+    prompts, native = [*spec.held_out_prompts(), *spec.prompts()], laboratory.native
+    reference: Setting = {**native, DRAFTS: 0}
+    settings = {o.trial: {**reference, **quality_part(o.setting)} for o in outcomes}
+    tokens: dict[str, dict[str, Plain]] = {}
+    for setting in [reference, *settings.values()]:
+        if setting_key(setting) not in tokens:
+            tokens[setting_key(setting)] = laboratory.plain.tokens(setting, prompts, spec.workload.output_tokens)
+    return PlainEvidence(
+        reference=tokens[setting_key(reference)],
+        by_trial={trial: tokens[setting_key(setting)] for trial, setting in settings.items()},
+        held_out_scores=laboratory.plain.scores(reference, spec.held_out_records()),
+    )
+
+
+def _confirmation(
+    spec: StudySpec, store: Store, outcome: Outcome, evidence: PlainEvidence, observer: Observer, logs: Path
+) -> Confirmation:
+    """Serve one finalist and measure it; a server that fails makes a finalist that does not win."""
+
+    def tell(what: str, done: int, total: int) -> None:
+        observer.stage(outcome.trial, outcome.setting, f"confirm: {what}", done, total)
+
+    tell("starting the server", 0, 1)
+    with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
+        folder = Path(scratch) / "manifest"
+        write_manifest(build_manifest(spec, store, outcome), spec, folder)
+        try:
+            with Endpoint(folder, logs / f"confirm-{outcome.trial}.log") as endpoint:
+                found = _measure(spec, store, outcome, evidence, endpoint, tell)
+        except EndpointError as error:
+            found = Confirmation(eligible=False, reason=str(error)[:1000], figures={})
+    found.study, found.trial, found.setting = store.study, outcome.trial, dict(outcome.setting)
+    verdict = f"claims {found.claimed:.1f} tok/s" if found.eligible else f"does not win: {found.reason}"
+    observer.note(f"Confirmed trial {outcome.trial}: {verdict}")
+    return found
+
+
+def _measure(
+    spec: StudySpec, store: Store, outcome: Outcome, evidence: PlainEvidence, endpoint: Endpoint, tell: served.Tell
+) -> Confirmation:
+    tokens, held_out, tune = spec.workload.output_tokens, spec.held_out_prompts(), spec.prompts()
+    reference = store.outcome(REFERENCE)
+    assert reference is not None and reference.ppl is not None and outcome.ceiling is not None
+    effective = endpoint.effective()
+    speed = served.time_prompts(endpoint, [*held_out, *tune], tokens, tell)
+    machine_s = sum(speed.machine_s) / len(speed.machine_s)
+    claimed_on: list[Prompt] = held_out or tune
+    promise = claim(speed.at(machine_s, claimed_on), tokens)
+    on_tune = claim(speed.at(machine_s, tune), tokens)
+    gate_scores = served.score_records(endpoint, spec.records(), tell)
+    held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
+    shift = served.path_shift(endpoint, claimed_on[:SELF_PROMPTS], tokens)
+    identity = compare_tokens(evidence.by_trial[outcome.trial], speed.tokens)
+    ppl = gate.perplexity(gate_scores.values())
+    held_out_ratio = (
+        gate.perplexity(held_scores.values()) / gate.perplexity(evidence.held_out_scores.values())
+        if held_scores
+        else None
+    )
+    fall, least_fall = (
+        served.fall(speed.at(machine_s, tune)[0], speed.at(machine_s, held_out)[0]) if held_out else (None, None)
+    )
+    mine, theirs = variety(speed.tokens), variety({p: plain.token_ids for p, plain in evidence.reference.items()})
+    reason = _objection(outcome, effective, speed, ppl, held_out_ratio, reference.ppl, least_fall, identity, shift) or (
+        "its outputs loop where the reference's do not" if degenerate(mine, theirs) else None
+    )
+    return Confirmation(
+        eligible=reason is None,
+        reason=reason,
+        **{name: getattr(promise, name) for name in ("claimed", "mean", "low", "high", "p_pass")},
+        figures={
+            "p_pass_new_prompts": promise.p_pass_new_prompts,
+            "tune_tps": on_tune.mean,
+            "held_out_tps": promise.mean if held_out else None,
+            "gap": fall,
+            "ppl": ppl,
+            "held_out_ratio": held_out_ratio,
+            "identity": identity.as_json(),
+            "self_shift": shift,
+            "stable": speed.stable,
+            "variety": {"distinct_4grams": mine.distinct_4grams, "compression": mine.compression},
+            "reference_variety": {"distinct_4grams": theirs.distinct_4grams, "compression": theirs.compression},
+            "machine_s": machine_s,
+            "pass_machine_s": speed.machine_s,
+            "passes": speed.passes,
+            "effective": effective,
+            "tokens": {p: speed.tokens[p] for p in sorted(speed.tokens)},
+        },
+    )
+
+
+def _objection(
+    outcome: Outcome,
+    effective: Mapping[str, Any],
+    speed: served.Served,
+    ppl: float,
+    held_out_ratio: float | None,
+    reference_ppl: float,
+    least_fall: float | None,
+    identity: Identity,
+    shift: float,
+) -> str | None:
+    """Why a finalist must not win, or None."""
+    assert outcome.ceiling is not None
+    drafts = outcome.setting.get(DRAFTS, 0)
+    asked = {k: v for k, v in outcome.setting.items() if k in effective}
+    if any(effective[k] != v for k, v in asked.items()) or speed.drafts_a_step != drafts:
+        return f"served, it runs {dict(effective)} with {speed.drafts_a_step:g} drafts a step"
+    if ppl > outcome.ceiling:
+        return f"served, its perplexity is {ppl:.4f}, over the ceiling of {outcome.ceiling:.4f}"
+    allowed = outcome.ceiling / reference_ppl
+    if held_out_ratio is not None and held_out_ratio > allowed:
+        return f"on held-out records its perplexity is {held_out_ratio:.4f} × the reference's, over {allowed:.4f}"
+    if least_fall is not None and least_fall > TOLERANCE:
+        return f"on held-out prompts it is slower than on tune prompts by at least {least_fall:.1%}"
+    if identity.unexplained:
+        first = identity.unexplained[0]
+        return (
+            f"{len(identity.unexplained)} of {identity.prompts} prompts leave plain greedy decoding, the first at "
+            f"token {first.position} of {first.prompt} against a lead of {first.gap:.2f} nats"
+        )
+    if shift > SELF_SHIFT:
+        return f"the tokens it generates are {shift:.3f} nats a token less or more likely when scored than when served"
+    return None

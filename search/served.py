@@ -1,0 +1,123 @@
+"""Measure a served folder over HTTP: what `confirm` claims from and `verify` checks the claim with."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from search.data import Prompt, Record
+from search.endpoint import Endpoint
+from search.gate import RecordScore
+
+WARMUPS = 4
+LEAST_PASSES, MOST_PASSES = 3, 6
+NARROW = 0.01  # relative standard error of the mean of the passes that is narrow enough
+PROBE_EVERY = 4  # prompts
+
+Tell = Callable[[str, int, int], None]  # what is being measured, how much of it is done, of how much
+
+
+@dataclass
+class Served:
+    """Timed passes over a set of prompts: seconds and tokens by prompt id.
+
+    `machine_s[i]` is how long the probe took during pass i: reading the first prompt and giving one token. That is the
+    same work whenever the same folder is served, and says how fast the machine was.
+    """
+
+    passes: list[dict[str, float]] = field(default_factory=list)
+    machine_s: list[float] = field(default_factory=list)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    drafts: int = 0
+    draft_tokens: int = 0
+    stable: bool = True  # every pass gave the same tokens
+
+    def at(self, machine_s: float, prompts: Sequence[Prompt]) -> list[dict[str, float]]:
+        """The passes over `prompts`, as they would have gone on a machine whose probe takes `machine_s`."""
+        ids = [prompt.id for prompt in prompts]
+        return [
+            {p: seconds[p] * machine_s / now for p in ids}
+            for seconds, now in zip(self.passes, self.machine_s, strict=True)
+        ]
+
+    @property
+    def drafts_a_step(self) -> float:
+        """K as it acted."""
+        return self.draft_tokens / self.drafts if self.drafts else 0.0
+
+
+def time_prompts(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int, tell: Tell) -> Served:
+    """Warm up, then time all prompts, one at a time and in one order, until the mean over passes is narrow.
+
+    Raises:
+        EndpointError: an answer was not what was asked for.
+    """
+    served = Served()
+    for prompt in prompts[:WARMUPS]:
+        endpoint.complete(prompt.token_ids, output_tokens)
+    counted = endpoint.draft_counts()
+    while len(served.passes) < MOST_PASSES and not _narrow(served):
+        seconds: dict[str, float] = {}
+        probes = []
+        for number, prompt in enumerate(prompts):
+            tell(f"pass {len(served.passes) + 1}", number, len(prompts))
+            if number % PROBE_EVERY == 0:
+                probes.append(endpoint.complete(prompts[0].token_ids, 1).latency_s)
+            found = endpoint.complete(prompt.token_ids, output_tokens)
+            seconds[prompt.id] = found.latency_s
+            served.stable &= served.tokens.setdefault(prompt.id, found.token_ids) == found.token_ids
+        served.passes.append(seconds)
+        served.machine_s.append(statistics.geometric_mean(probes))
+    served.drafts, served.draft_tokens = (b - a for a, b in zip(counted, endpoint.draft_counts(), strict=True))
+    return served
+
+
+def score_records(endpoint: Endpoint, records: Sequence[Record], tell: Tell) -> dict[str, RecordScore]:
+    """Scores of the records through the endpoint's `prompt_logprobs`, by record id."""
+    found = {}
+    for number, record in enumerate(records):
+        tell("records", number, len(records))
+        found[record.id] = endpoint.score(record.context, record.target)
+    return found
+
+
+def path_shift(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int) -> float:
+    """How far the scored path lies from the served path: nats a token, over tokens that the endpoint generated.
+
+    They are scored again as a text; an endpoint whose perplexity is another model's than the one that it decodes with
+    gives itself away here.
+    """
+    said, scored = [], []
+    for prompt in prompts:
+        shown = endpoint.complete(prompt.token_ids, output_tokens, show=True)
+        again = endpoint.score(prompt.token_ids, shown.token_ids)
+        said.append(-math.fsum(shown.logprobs))
+        scored.append(again.nll)
+    return abs(math.fsum(scored) - math.fsum(said)) / (output_tokens * len(prompts))
+
+
+def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[float, float]:
+    """How far throughput falls from tune to held-out prompts, and the least fall that the prompts' spread allows.
+
+    Both relative (0.05 is 5 %); seconds by prompt id, all of them for equally many tokens. The second is the lower end
+    of a two-sided 95 % interval (normal, over prompts).
+    """
+    means = [statistics.fmean(seconds.values()) for seconds in (tune, held_out)]
+    errors = [
+        statistics.stdev(seconds.values()) / math.sqrt(len(seconds)) / mean
+        for seconds, mean in zip((tune, held_out), means, strict=True)
+    ]
+    found = 1 - means[0] / means[1]
+    return found, found - 1.96 * math.hypot(*errors)
+
+
+def _narrow(served: Served) -> bool:
+    if len(served.passes) < LEAST_PASSES:
+        return False
+    logs = [
+        math.log(math.fsum(seconds.values()) / now)
+        for seconds, now in zip(served.passes, served.machine_s, strict=True)
+    ]
+    return statistics.stdev(logs) / math.sqrt(len(logs)) <= NARROW

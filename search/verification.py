@@ -1,0 +1,266 @@
+"""What `search.verify` checks, and when a claim counts as borne out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from search import gate, served
+from search.claim import TOLERANCE, claim
+from search.data import (
+    GATE,
+    HELD_OUT,
+    TUNE,
+    Prompt,
+    Record,
+    content_hash,
+    read_conversations,
+    read_prompts,
+    read_records,
+)
+from search.endpoint import Endpoint, EndpointError
+from search.engine.protocol import EngineError
+from search.errors import UsageError
+from search.identity import Plain, compare_tokens
+from search.knobs import DRAFTS
+from search.manifest import PROMPTS, RECORDS, manifest_hash
+from search.modelfiles import file_hash, model_folder
+
+SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
+SELF_SHIFT = 0.02  # nats a token; as in search.confirm
+SELF_PROMPTS = 4
+SAME_MACHINE = (0.7, 1.4)  # speed, relative to the claim's machine, that a claim can be carried over
+PLAIN_PROMPTS = 32  # whose tokens are held against plain greedy decoding
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Verification:
+    """Every check as what, claim, measured, verdict; `reasons` are those that did not hold."""
+
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every claim was borne out."""
+        return not self.reasons
+
+    def check(self, what: str, claim: Any, measured: Any, *, good: bool, reason: str) -> None:
+        """Note one check; a bad one with its reason."""
+        verdict = "holds" if good else "does not hold"
+        self.checks.append({"what": what, "claim": claim, "measured": measured, "verdict": verdict})
+        if not good:
+            self.reasons.append(reason)
+
+
+def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, say: Say) -> Verification:
+    """Check a folder: what it holds, then what it does when served, then plain decoding beside it.
+
+    Raises:
+        UsageError: a file cannot be read, or the manifest lacks what every exported one has.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        evidence = manifest["evidence"]
+        tokens = int(evidence["output_tokens"])
+        claimed = evidence["tps"]["claimed"] if manifest["confirmed"] is True else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder / 'manifest.json'} is no manifest that search.export wrote: {error}.") from error
+    found = Verification()
+    conversations = read_conversations(prompts_file) if prompts_file and prompts_file.suffix == ".json" else {}
+    prompts = [] if conversations else _held_out(read_prompts(prompts_file or folder / PROMPTS))
+    records = read_records(records_file) if records_file else read_records(folder / RECORDS)
+    _check_files(found, folder, manifest)
+    if claimed is None:
+        found.check("confirmed", "–", "–", good=False, reason="The manifest is not confirmed: it claims nothing.")
+    if found.reasons:
+        return found
+    logs = folder / "logs"
+    try:
+        say("Starting the folder's own server …")
+        with Endpoint(folder, logs / "verify.log") as endpoint:
+            prompts += [Prompt(i, TUNE, tuple(endpoint.tokenize(text))) for i, text in conversations.items()]
+            own = {"own_prompts": prompts_file is None, "own_records": records_file is None}
+            speed = _check_served(found, endpoint, manifest, prompts, records, tokens, say, **own)
+        if evidence["effective"].get(DRAFTS):
+            say("Starting the same model without drafts …")
+            with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
+                plain_folder = _without_drafts(folder, manifest, Path(scratch) / "plain")
+                with Endpoint(plain_folder, logs / "verify-plain.log") as endpoint:
+                    _check_tokens(found, endpoint, speed.tokens, prompts[:PLAIN_PROMPTS], tokens)
+    except EndpointError as error:
+        found.check("served", "answers", "failed", good=False, reason=str(error))
+    return found
+
+
+def _held_out(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [p for p in prompts if p.split == HELD_OUT] or list(prompts)
+
+
+def _check_files(found: Verification, folder: Path, manifest: Mapping[str, Any]) -> None:
+    hashes = manifest["evidence"]["hashes"]
+    speculation = json.loads(manifest["env"].get("SPECULATIVE_CONFIG", "null"))
+    drafter = speculation["model"] if speculation else None
+    actual = {
+        "manifest": ("manifest.json", manifest_hash(manifest)),
+        "prompts": ("the prompts file", _hash(folder / PROMPTS)),
+        "records": ("the records file", _hash(folder / RECORDS)),
+        "model": (f"the model {manifest['model_id']}", _model_hash(manifest["model_id"])),
+        "drafter": (f"the drafter {drafter}", _model_hash(drafter) if drafter else None),
+    }
+    for name, (what, value) in actual.items():
+        expected = hashes.get(name)
+        found.check(
+            f"hash of {name}",
+            expected,
+            value,
+            good=value == expected,
+            reason=f"{what} is not what was measured: its hash is {value}, the evidence says {expected}.",
+        )
+
+
+def _check_served(
+    found: Verification,
+    endpoint: Endpoint,
+    manifest: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    records: Sequence[Record],
+    tokens: int,
+    say: Say,
+    *,
+    own_prompts: bool,
+    own_records: bool,
+) -> served.Served:
+    evidence = manifest["evidence"]
+    name, expected = manifest["served_model_name"], evidence["effective"]
+    found.check("model name", name, endpoint.model, good=endpoint.model == name, reason=f"It serves {endpoint.model}.")
+    effective = endpoint.effective()
+    wrong = {k: v for k, v in effective.items() if expected.get(k) != v}
+    found.check(
+        "knobs in effect",
+        _knobs({k: expected.get(k) for k in effective}),
+        _knobs(effective),
+        good=not wrong,
+        reason=f"Served, it runs {_knobs(effective)}; the evidence was measured at {_knobs(expected)}.",
+    )
+    say(f"Timing {len(prompts)} prompts …")
+    speed = served.time_prompts(endpoint, prompts, tokens, lambda *_: None)
+    machine_s = evidence["machine_s"]
+    measured = claim(speed.at(machine_s, prompts), tokens)
+    raw = claim([dict(seconds) for seconds in speed.passes], tokens)
+    claimed = evidence["tps"]["claimed"]
+    now_s = sum(speed.machine_s) / len(speed.machine_s)
+    say(
+        f"As timed {raw.mean:.1f} tok/s; a first token takes {now_s * 1e3:.1f} ms, and took {machine_s * 1e3:.1f} ms "
+        f"when the claim was measured. On the machine as it was then: {measured.mean:.1f} tok/s."
+    )
+    share, pace = measured.mean / claimed, machine_s / now_s
+    found.check(
+        "pace of the machine",
+        "1",
+        f"{pace:.2f}",
+        good=SAME_MACHINE[0] <= pace <= SAME_MACHINE[1],
+        reason=f"This machine is {pace:.2f} × as fast as the one the claim was measured on: it cannot be checked here.",
+    )
+    found.check(
+        "tokens a second" + ("" if own_prompts else " (other prompts)"),
+        f"{claimed:.1f}",
+        f"{measured.mean:.1f} ({share - 1:+.1%})",
+        good=share >= 1 - TOLERANCE,
+        reason=f"It makes {measured.mean:.1f} tokens a second, {1 - share:.1%} less than the {claimed:.1f} it claims.",
+    )
+    drafts = expected.get(DRAFTS, 0)
+    found.check(
+        "drafts a step",
+        drafts,
+        f"{speed.drafts_a_step:g}",
+        good=speed.drafts_a_step == drafts,
+        reason=f"It drafts {speed.drafts_a_step:g} tokens a step, not {drafts}.",
+    )
+    gate_records = [r for r in records if r.split == GATE] or list(records)
+    say(f"Scoring {len(gate_records)} records …")
+    scores = served.score_records(endpoint, gate_records, lambda *_: None)
+    _check_ppl(found, evidence, gate.perplexity(scores.values()), own_records=own_records)
+    shift = served.path_shift(endpoint, prompts[:SELF_PROMPTS], tokens)
+    found.check(
+        "scored path is served path",
+        f"within {SELF_SHIFT}",
+        f"{shift:.4f} nats a token",
+        good=shift <= SELF_SHIFT,
+        reason=f"The tokens it generates score {shift:.3f} nats a token off what it said of them when it made them.",
+    )
+    return speed
+
+
+def _check_ppl(found: Verification, evidence: Mapping[str, Any], ppl: float, *, own_records: bool) -> None:
+    ceiling, claimed = evidence["ceiling"], evidence["ppl"]
+    found.check(
+        "perplexity under the ceiling",
+        f"{ceiling:.4f}",
+        f"{ppl:.4f}",
+        good=ppl <= ceiling,
+        reason=f"Its perplexity is {ppl:.4f}, over the ceiling of {ceiling:.4f}.",
+    )
+    if own_records:
+        found.check(
+            "perplexity",
+            f"{claimed:.4f}",
+            f"{ppl:.4f}",
+            good=abs(ppl / claimed - 1) <= SAME_PPL,
+            reason=f"Its perplexity is {ppl:.4f}; the evidence says {claimed:.4f} on the same records.",
+        )
+
+
+def _check_tokens(
+    found: Verification,
+    endpoint: Endpoint,
+    tokens: Mapping[str, Sequence[int]],
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+) -> None:
+    plain = {}
+    for prompt in prompts:
+        shown = endpoint.complete(prompt.token_ids, output_tokens, show=True)
+        plain[prompt.id] = Plain(shown.token_ids, shown.gaps)
+    identity = compare_tokens(plain, tokens)
+    bad = identity.unexplained
+    found.check(
+        "tokens are plain greedy ones",
+        "but for near ties",
+        f"{identity.rate:.0%} of {identity.prompts} identical, {len(identity.divergences) - len(bad)} near ties",
+        good=not bad,
+        reason=f"{len(bad)} of {identity.prompts} prompts leave plain greedy decoding, and no near tie explains it.",
+    )
+
+
+def _without_drafts(folder: Path, manifest: Mapping[str, Any], out: Path) -> Path:
+    """A copy of the folder that serves the same model and window without drafter."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("logs", "drafter"))
+    env = {k: v for k, v in manifest["env"].items() if k not in ("SPECULATIVE_CONFIG", "CENTROID_TOP_K")}
+    (out / "manifest.json").write_text(json.dumps({**manifest, "env": env}))
+    return out
+
+
+def _knobs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in values.items())
+
+
+def _hash(path: Path) -> str:
+    try:
+        return content_hash(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _model_hash(name: str) -> str | None:
+    try:
+        return file_hash(model_folder(name))
+    except EngineError:
+        return None

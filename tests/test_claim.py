@@ -1,0 +1,66 @@
+import math
+import random
+
+import pytest
+
+from search.claim import PROCESS_SD, TOLERANCE, Claim, claim, rank
+
+
+def passes(draw, level, noise, count=3, prompts=48):
+    """Passes of one process: its own level, then noise from pass to pass."""
+    base = {f"p{i}": math.exp(draw.gauss(0, 0.3)) for i in range(prompts)}
+    here = draw.gauss(0, PROCESS_SD)
+    found = []
+    for _ in range(count):
+        now = draw.gauss(0, noise)
+        found.append({p: s * math.exp(now + here - level) for p, s in base.items()})
+    return found
+
+
+def tps(seconds, tokens=64):
+    return len(seconds) * tokens / math.fsum(seconds.values())
+
+
+def test_a_quiet_machine_may_claim_its_mean():
+    found = claim(passes(random.Random(0), 0.0, 0.001), 64)
+    assert found.claimed == pytest.approx(found.mean)
+    assert found.low < found.mean < found.high
+    assert found.p_pass > 0.95 > found.p_pass_new_prompts
+
+
+def test_a_noisy_machine_claims_less_than_its_mean():
+    found = claim(passes(random.Random(0), 0.0, 0.05), 64)
+    assert found.claimed < found.mean
+    assert found.p_pass == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.02, 0.06])
+def test_over_1000_confirmations_a_rerun_bears_the_claim_out_as_often_as_promised(noise):
+    passed, promised = 0, 0.0
+    for study in range(1000):
+        draw = random.Random(f"{noise} {study}")
+        base = draw.getrandbits(30)
+        level = random.Random(base)
+        prompts = {f"p{i}": math.exp(level.gauss(0, 0.3)) for i in range(48)}
+
+        def run(prompts=prompts, draw=draw):
+            here = draw.gauss(0, PROCESS_SD)
+            drawn = [draw.gauss(0, noise) for _ in range(3)]
+            return [{p: s * math.exp(here + now) for p, s in prompts.items()} for now in drawn]
+
+        ours, again = claim(run(), 64), claim(run(), 64)
+        passed += again.mean >= (1 - TOLERANCE) * ours.claimed
+        promised += ours.p_pass
+    assert passed / 1000 >= 0.93  # 95 % is promised, or more
+    assert passed / 1000 >= promised / 1000 - 0.02
+
+
+def test_the_winner_has_the_best_lower_bound_not_the_best_draw():
+    steady = Claim(100, 100, 99, 101, 1, 1)
+    lucky = Claim(103, 103, 95, 112, 1, 1)
+    assert rank({7: lucky, 9: steady}) == [9, 7]
+
+
+def test_one_pass_supports_no_claim():
+    with pytest.raises(ValueError, match="two passes"):
+        claim(passes(random.Random(0), 0.0, 0.01, count=1), 64)
