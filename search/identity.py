@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-NEAR_TIE = 0.125  # nats: two logits around 16 that differ by this are two neighbouring bfloat16 numbers
+NEAR_TIE = 0.25  # nats: what two logits of 16 to 32 move by together if each is rounded to its next bfloat16
 LEAST_SHARE = 0.8  # of the reference's variety; an output with less is degenerate
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 CONFIDENCE = 0.95
+RUN_SD = 0.0016  # of ln TPS between processes that decode the same tokens, all prompts alike: public A10G re-runs
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def estimate(
     Returns:
         The ratio estimate. The residuals from the ratio line hold both how prompts differ and timing noise; their
         variance counts in full over the prompts not timed, and the noise alone over those that were. The common
-        noise is added; the interval is Student's t on the total time.
+        noise is added. The interval is Student's t on the total time, with the degrees of freedom that Welch and
+        Satterthwaite give the sum: few where it rests on the residuals, many where on the noise, which is known.
 
     Raises:
         ValueError: fewer than two timings, no anchor, or a prompt that an anchor was not timed on.
@@ -97,8 +99,11 @@ def _ratio_estimate(
     residuals = [t.latency_s - ratio * anchor[t.prompt_id] for t in timings]
     spread = math.fsum(r * r for r in residuals) / (count - 1)
     sampled = count / population
-    variance = ((1 - sampled) * spread + sampled * (noise * mean_s) ** 2) / count + (common_noise * mean_s) ** 2
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
+    of_prompts = (1 - sampled) * spread / count
+    of_timing = (sampled * noise**2 / count + common_noise**2) * mean_s**2
+    variance = of_prompts + of_timing
+    freedom = (count - 1) * (variance / of_prompts) ** 2 if of_prompts > 0 else math.inf
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
     return Throughput(
         tps=tokens_a_prompt / mean_s,
         low=tokens_a_prompt / (mean_s + half),
@@ -145,7 +150,8 @@ def compare(
     Args:
         timings: prompts timed at the setting, each decoded to as many tokens as in `others`.
         others: prompts timed at the other setting.
-        common_noise: relative standard deviation that all of `timings` share against all of `others`.
+        common_noise: relative standard deviation that all of `timings` share against all of `others`; across
+            processes at least √2 · RUN_SD.
         same_output: compare only prompts on which both gave the same tokens. Different tokens are easier or harder
             to draft, which is luck of the text and no speed; without them the comparison is at its sharpest.
     """

@@ -201,12 +201,10 @@ class ThroughputStage(Stage):
         return drift
 
     def _estimate(self, timed: list[Timed]) -> speed.Throughput:
-        """Throughput on the machine as it was for the reference; the controls' own noise widens the interval.
-
-        The noise of the reference itself is not in it: that moves all trials alike.
-        """
+        """Throughput on the machine as it was for the reference; the controls' noise widens the interval."""
         timings = [_timing(t.decoded, t.seconds) for t in timed]
-        return speed.estimate(timings, self._anchors, self._noise, self._control_noise(len(timed)))
+        against_mean = math.sqrt(1.5) * self._control_noise(len(timed))  # a control is held against a mean of two
+        return speed.estimate(timings, self._anchors, self._noise, against_mean)
 
     def _control_noise(self, prompts: int) -> float:
         """Relative standard deviation that the controls leave in the mean of so many prompts."""
