@@ -73,8 +73,3 @@ def claim(passes: Sequence[Mapping[str, float]], tokens: int) -> Claim:
             stats.t.sf((missed - center) / math.hypot(spread, math.sqrt(2 * of_prompts)), freedom)
         ),
     )
-
-
-def rank(claims: Mapping[int, Claim]) -> list[int]:
-    """The settings by the lower end of their intervals, best first: not by their best draw."""
-    return sorted(claims, key=lambda trial: claims[trial].low, reverse=True)

@@ -26,6 +26,7 @@ STAGE_WORDS = {
     "speed": "timing prompts",
     "control": "timing the control",
     "plain": "decoding without drafts",
+    "held-out": "scoring held-out records",
 }
 
 

@@ -46,7 +46,7 @@ class WorkloadSpec:
     A trial times prompts until its interval is within ± `precision` (0.01 is 1 %), but no more than
     `prompts_per_trial` (None: all tune prompts). On a machine whose speed drifts, one control prompt at the
     reference setting is timed before, after and between every `control_prompts` of them (None: no such controls).
-    Every `control_trials` trials, and in every new worker, several are.
+    Every `control_trials` timed trials, and in every new worker, several are.
     """
 
     prompts: Path

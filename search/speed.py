@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from scipy import stats
 
 CONFIDENCE = 0.95
-RUN_SD = 0.0016  # of ln TPS between processes that decode the same tokens, all prompts alike: public A10G re-runs
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def compare(
         timings: prompts timed at the setting, each decoded to as many tokens as in `others`.
         others: prompts timed at the other setting.
         common_noise: relative standard deviation that all of `timings` share against all of `others`; across
-            processes at least √2 · RUN_SD.
+            processes at least √2 · 0.16 %, which is what public A10G re-runs of one token path show.
         same_output: compare only prompts on which both gave the same tokens. Different tokens are easier or harder
             to draft, which is luck of the text and no speed; without them the comparison is at its sharpest.
     """

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from search.speed import RUN_SD, PromptTiming, compare, throughput
+from search.speed import PromptTiming, compare, throughput
 
+RUN_SD = 0.0016  # of ln TPS between processes that decode the same tokens, all prompts alike
 DATA = Path(__file__).parent / "data" / "a10g_prompt_latencies.csv.gz"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from search.errors import SearchError, UsageError
 from search.gate import RecordScore
-from search.store import Outcome, Store, open_engine, safe_url, setting_key
+from search.store import Confirmation, Outcome, Store, open_engine, safe_url, setting_key
 
 
 @pytest.fixture
@@ -128,3 +128,18 @@ def test_a_database_that_cannot_be_written_is_one_sentence(tmp_path):
 
 def test_a_password_is_not_shown():
     assert "secret" not in safe_url("postgresql://user:secret@host/db")
+
+
+def test_the_winner_has_the_best_lower_bound_not_the_best_draw(store):
+    def confirm(trial, mean, low, eligible=True):
+        row = Confirmation(trial=trial, study="s", setting={}, eligible=eligible, mean=mean, low=low, figures={})
+        store.add_confirmation(row)
+
+    assert store.winner() is None
+    confirm(7, mean=103.0, low=95.0)
+    confirm(9, mean=100.0, low=99.0)
+    confirm(4, mean=120.0, low=119.0, eligible=False)
+    assert store.winner().trial == 9
+    assert [c.trial for c in store.confirmations()] == [9, 7, 4]
+    confirm(9, mean=90.0, low=89.0)  # measured again: replaced
+    assert store.winner().trial == 7

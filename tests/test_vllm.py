@@ -4,15 +4,14 @@ The table that the live-equals-cold proof prints is seen with: python -m pytest 
 """
 
 import json
-import os
 import signal
 import statistics
 import subprocess
 import time
-import urllib.request
 
 import pytest
-from conftest import MINIATURE
+import yaml
+from conftest import MINIATURE, write_lines
 
 from search.engine.process import Worker, WorkerError
 from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
@@ -144,9 +143,31 @@ def test_a_wrong_engine_argument_is_one_sentence(spec, tmp_path):
             worker.ask(request, Loaded, LOAD_S)
 
 
-def test_ten_trials_stopped_half_way_resumed_exported_and_served(python, tmp_path):
+@pytest.fixture
+def small_study(tmp_path):
+    """The miniature with few texts and three windows, so that the whole way from search to verify takes minutes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    study = yaml.safe_load((MINIATURE / "study.yaml").read_text())
+    study["name"] = "small"
+    study["engine"] |= {part: str(folder_of(study["engine"][part])) for part in ("model", "drafter")}
+    study["knobs"]["sliding_window"] = {"low": 16, "high": 256, "step": 80}
+    study["gate"]["ceiling"] = {"ratio": 1.1}
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    for name, splits in (
+        ("prompts.jsonl", {"tune": 12, "held-out": 8}),
+        ("records.jsonl", {"gate": 16, "held-out": 8}),
+    ):
+        rows = [json.loads(line) for line in (MINIATURE / name).read_text().splitlines()]
+        kept = [row for split, count in splits.items() for row in [r for r in rows if r["split"] == split][:count]]
+        write_lines(folder / name, kept)
+    return folder
+
+
+def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(python, tmp_path, small_study):
     storage = f"sqlite:///{tmp_path}/study.db"
-    command = [python, "-m", "search.run", "--trials", "10", "--storage", storage, "--json"]
+    where = ["--study", str(small_study), "--storage", storage]
+    command = [python, "-m", "search.run", *where, "--trials", "10", "--confirm", "1", "--json"]
 
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
         for line in run.stderr:
@@ -159,7 +180,7 @@ def test_ten_trials_stopped_half_way_resumed_exported_and_served(python, tmp_pat
         assert run.wait(timeout=30) == 130
         assert time.monotonic() - asked < 10
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["trials"]["complete"] + summary["trials"]["pruned"] == 10
@@ -168,65 +189,23 @@ def test_ten_trials_stopped_half_way_resumed_exported_and_served(python, tmp_pat
     best = summary["best"]
     assert best["tps"] > 1.1 * summary["reference"]["tps"]
     assert best["ppl"] <= summary["ceiling"]
+    confirmed = summary["confirmed"]
+    assert confirmed is not None, done.stderr
+    assert confirmed["claimed"] <= confirmed["mean"] and confirmed["p_pass"] > 0.9
 
     out = tmp_path / "m"
-    subprocess.run([python, "-m", "search.export", "--storage", storage, "--out", str(out)], cwd=tmp_path, check=True)
-    served_as_exported(python, out, best, tmp_path)
-
-
-def served_as_exported(python, out, best, tmp_path):
+    subprocess.run([python, "-m", "search.export", *where, "--out", str(out)], cwd=tmp_path, check=True)
     manifest = json.loads((out / "manifest.json").read_text())
-    port = 8931
-    address = f"http://127.0.0.1:{port}"
-    with (tmp_path / "serve.log").open("wb") as log:
-        server = subprocess.Popen(
-            [python, str(out / "serve.py"), "--port", str(port)], stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        wait_until_ready(server, f"{address}/v1/models", tmp_path / "serve.log")
-        assert get(f"{address}/effective") == best["knobs"]
-        prompt = list(read_study(MINIATURE).prompts()[0].token_ids)
-        body = {
-            "model": manifest["served_model_name"],
-            "prompt": prompt,
-            "max_tokens": 24,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-            "return_token_ids": True,
-            "add_special_tokens": False,
-        }
-        before = draft_counters(address)
-        (choice,) = get(f"{address}/v1/completions", body)["choices"]
-        drafts, draft_tokens = (b - a for a, b in zip(before, draft_counters(address), strict=True))
-        assert len(choice["token_ids"]) == 24
-        assert len(choice["prompt_logprobs"]) == len(prompt) and choice["prompt_logprobs"][0] is None
-        assert draft_tokens == best["knobs"][DRAFTS] * drafts > 0
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    assert manifest["confirmed"] is True
+    assert manifest["evidence"]["tps"]["claimed"] == confirmed["claimed"]
+    assert manifest["env"]["SLIDING_WINDOW"] == str(confirmed["knobs"][WINDOW])
 
-
-def wait_until_ready(server, url, log):
-    deadline = time.monotonic() + LOAD_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-2000:]
-        try:
-            get(url)
-            return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail("the server did not become ready")
-
-
-def get(url, body=None):
-    request = urllib.request.Request(url, data=body and json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        return json.loads(answer.read())
-
-
-def draft_counters(address):
-    with urllib.request.urlopen(f"{address}/metrics", timeout=ANSWER_S) as answer:
-        lines = answer.read().decode().splitlines()
-    names = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total")
-    return [float(line.rsplit(" ", 1)[1]) for name in names for line in lines if line.startswith(name)]
+    # Everything but the speed must hold to the letter. The speed holds as often as `p_pass` says, which is not always.
+    verify = subprocess.run(
+        [python, "-m", "search.verify", str(out), "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
+    checks = {check["what"]: check for check in json.loads(verify.stdout)["checks"]}
+    assert verify.returncode in (0, 3), verify.stderr
+    assert len(checks) >= 12
+    speed = {"tokens a second", "pace of the machine"}
+    assert [c for what, c in checks.items() if c["verdict"] != "holds" and what not in speed] == []

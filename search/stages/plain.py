@@ -33,7 +33,7 @@ class PlainStage(Stage):
         apply(self._session, setting)
         found = {}
         for number, record in enumerate(records):
-            self._observer.stage(REFERENCE, setting, "gate", number, len(records))
+            self._observer.stage(REFERENCE, setting, "held-out", number, len(records))
             request = Score(record=record.id, context=list(record.context), target=list(record.target))
             scored = self._session.ask(request, Scored)
             found[record.id] = RecordScore(scored.nll, scored.tokens)

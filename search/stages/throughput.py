@@ -141,20 +141,20 @@ class ThroughputStage(Stage):
         rival_timings = self._timings_of(rival)
         timed: list[Timed] = []
         controls: list[Decoded] = []
-        remark = None
+        decoded: list[Decoded] = []  # of the block that is being timed
+        before, remark = 1.0, None
         try:
             before = self._control(trial, self._prompts[0], controls, fresh_is_enough=True)
             for start in range(0, most, block_size):
                 block = self._prompts[start : min(start + block_size, most)]
                 if controls or not timed:
                     apply(self._session, setting)
-                decoded: list[Decoded] = []
                 for prompt in block:
                     self._observer.stage(trial, setting, "speed", len(timed) + len(decoded), most)
                     decoded.append(self._decode(prompt, setting))
                 after = self._control(trial, block[0], controls)
                 timed += [Timed(d, math.sqrt(before * after)) for d in decoded]
-                before = after
+                before, decoded = after, []
                 if len(timed) < MIN_PROMPTS or all_of_them:
                     continue
                 if self._estimate(timed).half_width <= self._workload.precision:
@@ -163,6 +163,7 @@ class ThroughputStage(Stage):
                     remark = f"stopped after {len(timed)} prompts: trial {rival} is faster and no worse"
                     break
         except KeyboardInterrupt:
+            timed += [Timed(d, before) for d in decoded]
             self._store.add(self._speed_row(trial, "interrupted", setting, effective, {}, timed))
             raise
         if len(timed) == len(self._prompts):

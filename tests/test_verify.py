@@ -1,0 +1,163 @@
+"""What verify holds and what it refuses, on a made-up server (test_vllm.py verifies a real one)."""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from search import verify
+from search.data import content_hash
+from search.endpoint import Endpoint, EndpointError
+from search.manifest import manifest_hash
+from search.modelfiles import file_hash
+
+EFFECTIVE = {"sliding_window": 128, "centroid_top_k": 16, "num_speculative_tokens": 4}
+FIRST_TOKEN_S, DECODE_S, TOKENS = 0.004, 0.02, 32
+
+
+@pytest.fixture
+def exported(tmp_path, study_folder):
+    """An exported folder as search.export would write it, whose server is made up."""
+    folder = tmp_path / "exported"
+    (folder / "evidence").mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "fake_serve.py", folder / "serve.py")
+    for name in ("prompts.jsonl", "records.jsonl"):
+        shutil.copy(study_folder / name, folder / "evidence" / name)
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    fake = {"effective": EFFECTIVE, "drafts": 4, "first_token_s": FIRST_TOKEN_S, "decode_s": DECODE_S, "logprob": -1.0}
+    manifest = {
+        "model_id": str(tmp_path / "target"),
+        "served_model_name": "made/up",
+        "confirmed": True,
+        "env": {"FAKE": json.dumps(fake), "SPECULATIVE_CONFIG": json.dumps({"model": str(tmp_path / "drafter")})},
+        "evidence": {
+            "tps": {"claimed": 0.9 * TOKENS / (FIRST_TOKEN_S + DECODE_S)},
+            "ppl": math.e,
+            "ceiling": 2.8,
+            "machine_s": FIRST_TOKEN_S + 0.0015,
+            "output_tokens": TOKENS,
+            "effective": EFFECTIVE,
+            "hashes": {
+                "model": file_hash(tmp_path / "target"),
+                "drafter": file_hash(tmp_path / "drafter"),
+                "prompts": content_hash(folder / "evidence" / "prompts.jsonl"),
+                "records": content_hash(folder / "evidence" / "records.jsonl"),
+            },
+        },
+    }
+    return write(folder, manifest)
+
+
+def write(folder, manifest):
+    """The manifest with a hash that is right: whoever forges a claim can compute it too."""
+    manifest["evidence"]["hashes"]["manifest"] = manifest_hash(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def forge(folder, **fake):
+    """Another server behind the same claims."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["env"]["FAKE"] = json.dumps({**json.loads(manifest["env"]["FAKE"]), **fake})
+    return write(folder, manifest)
+
+
+def verified(folder, capsys, *arguments):
+    code = verify.main([str(folder), "--json", *arguments])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code == 0) == document["holds"] == (not document["reasons"])
+    assert code in (0, 3)
+    return document
+
+
+def test_what_is_as_it_claims_holds(exported, capsys):
+    document = verified(exported, capsys)
+    assert document["reasons"] == []
+    assert {check["what"] for check in document["checks"]} >= {
+        "tokens a second",
+        "perplexity",
+        "tokens are plain greedy ones",
+        "scored path is served path",
+    }
+
+
+@pytest.mark.parametrize(
+    ("forged", "says"),
+    [
+        ({"effective": {**EFFECTIVE, "sliding_window": 64}}, "it runs sliding_window=64"),
+        ({"decode_s": 2 * DECODE_S}, "less than the"),
+        ({"drafts": 1}, "It drafts 1 tokens a step, not 4"),
+        ({"logprob": -1.05}, "over the ceiling of 2.8000"),
+        ({"logprob": -1.01}, "the evidence says 2.7183 on the same records"),
+        ({"logprob": -1.03}, "nats a token off what it said of them"),
+        ({"wrong_token": True}, "no near tie explains it"),
+        ({"first_token_s": 3 * FIRST_TOKEN_S}, "it cannot be checked here"),
+        ({"dies": "The drafter is not the one that was measured."}, "ended before it was ready: The drafter is not"),
+    ],
+)
+def test_a_server_that_does_otherwise_is_refused_with_the_reason(exported, capsys, forged, says):
+    document = verified(forge(exported, **forged), capsys)
+    assert any(says in reason for reason in document["reasons"]), document["reasons"]
+
+
+def test_an_edited_claim_a_changed_window_and_another_drafter_are_refused_before_anything_is_served(
+    exported, capsys, tmp_path
+):
+    file = exported / "manifest.json"
+    text = file.read_text()
+    manifest = json.loads(text)
+    manifest["evidence"]["tps"]["claimed"] *= 1.1
+    file.write_text(json.dumps(manifest))
+    assert "manifest.json is not what was measured" in verified(exported, capsys)["reasons"][0]
+    file.write_text(text.replace('\\"sliding_window\\": 128', '\\"sliding_window\\": 64'))
+    assert "manifest.json is not what was measured" in verified(exported, capsys)["reasons"][0]
+    file.write_text(text)
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"noise")
+    assert f"the drafter {tmp_path / 'drafter'} is not what was measured" in verified(exported, capsys)["reasons"][0]
+    assert not (exported / "logs").exists()
+
+
+def test_what_is_not_confirmed_claims_nothing(exported, capsys):
+    manifest = json.loads((exported / "manifest.json").read_text())
+    document = verified(write(exported, manifest | {"confirmed": None}), capsys)
+    assert document["reasons"] == ["The manifest is not confirmed: it claims nothing."]
+
+
+def test_private_prompts_and_records_are_taken(exported, capsys, study_folder):
+    document = verified(
+        exported,
+        capsys,
+        "--prompts",
+        str(study_folder / "prompts.jsonl"),
+        "--records",
+        str(study_folder / "records.jsonl"),
+    )
+    assert document["holds"]
+    assert "tokens a second (other prompts)" in {check["what"] for check in document["checks"]}
+
+
+def test_a_folder_without_manifest_is_a_bad_argument(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        verify.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "holds no manifest.json" in capsys.readouterr().err
+
+
+def test_an_ended_endpoint_leaves_no_process(exported, tmp_path):
+    with Endpoint(exported, tmp_path / "log") as endpoint:
+        pid = endpoint._process.pid
+        assert endpoint.model == "made/up"
+    assert subprocess.run(["pgrep", "-g", str(pid)], capture_output=True, check=False).stdout == b""
+
+
+def test_an_answer_with_too_few_tokens_is_no_completion(exported, tmp_path):
+    with Endpoint(exported, tmp_path / "log") as endpoint:
+        assert len(endpoint.complete([1, 2, 3], 8).token_ids) == 8
+        with pytest.raises(EndpointError, match="log-probability|scored"):
+            endpoint.score([], [1, 2])  # the first token has none
