@@ -55,11 +55,13 @@ def confirm(
 ) -> list[Confirmation]:
     """Confirm `count` finalists; those already confirmed are not measured again. Returns all, the winner first.
 
+    A finalist whose server failed is tried again when the search is.
+
     Raises:
         SearchError: the engine does not start.
     """
     chosen = finalists(store, count)
-    missing = [outcome for outcome in chosen if store.confirmation(outcome.trial) is None]
+    missing = [outcome for outcome in chosen if not ((known := store.confirmation(outcome.trial)) and known.figures)]
     if missing:
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         evidence = _plain_evidence(spec, laboratory, missing)
