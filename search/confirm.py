@@ -2,7 +2,7 @@
 
 Each finalist is exported and served in a fresh process, and asked over HTTP: held-out prompts that the search never
 saw, repeated until the mean is narrow; held-out records; and its tokens against the same model and window decoding
-without drafts. What is claimed later rests on these figures alone.
+without drafts. Whoever leads is served in a second process before it wins. Claims rest on these figures alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from search import gate, served
-from search.claim import TOLERANCE, claim
+from search.claim import TOLERANCE, Claim, claim
 from search.data import Prompt
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import Setting
@@ -28,6 +28,7 @@ from search.trial import Laboratory
 
 SELF_SHIFT = 0.02  # nats a token that the scored and the served path may differ by, rounding being what it is
 SELF_PROMPTS = 4
+PROCESSES = 2  # that whoever leads must have been served in before it wins
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def confirm(
         laboratory.end_worker()  # two engines at once would slow each other
         for outcome in missing:
             store.add_confirmation(_confirmation(spec, store, outcome, evidence, observer, logs))
+    while (leader := store.winner()) is not None and len(leader.figures["processes"]) < PROCESSES:
+        laboratory.end_worker()
+        store.add_confirmation(_served_again(spec, store, leader, observer, logs))
     return store.confirmations()
 
 
@@ -91,11 +95,7 @@ def _confirmation(
     spec: StudySpec, store: Store, outcome: Outcome, evidence: PlainEvidence, observer: Observer, logs: Path
 ) -> Confirmation:
     """Serve one finalist and measure it; a server that fails makes a finalist that does not win."""
-
-    def tell(what: str, done: int, total: int) -> None:
-        observer.stage(outcome.trial, outcome.setting, f"confirm: {what}", done, total)
-
-    tell("starting the server", 0, 1)
+    tell = _teller(observer, outcome.trial, outcome.setting)
     with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
         folder = Path(scratch) / "manifest"
         write_manifest(build_manifest(spec, store, outcome), spec, folder)
@@ -110,6 +110,54 @@ def _confirmation(
     return found
 
 
+def _served_again(spec: StudySpec, store: Store, leader: Confirmation, observer: Observer, logs: Path) -> Confirmation:
+    """Serve a confirmed trial in one more process, and let its claim rest on all of them."""
+    outcome = store.outcome(leader.trial)
+    assert outcome is not None
+    prompts = spec.held_out_prompts() or spec.prompts()
+    tell = _teller(observer, leader.trial, leader.setting)
+    figures = {**leader.figures}
+    with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
+        folder = Path(scratch) / "manifest"
+        write_manifest(build_manifest(spec, store, outcome), spec, folder)
+        try:
+            with Endpoint(folder, logs / f"confirm-{leader.trial}-again.log") as endpoint:
+                speed = served.time_prompts(endpoint, prompts, spec.workload.output_tokens, tell)
+        except EndpointError as error:
+            return _with(leader, eligible=False, reason=str(error)[:1000], figures={})
+    figures["processes"] = [*figures["processes"], {"passes": speed.passes, "machine_s": speed.machine_s}]
+    same = sum(figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts)
+    figures["same_tokens_again"] = same
+    promise = _promise(figures["processes"], prompts, spec.workload.output_tokens)
+    figures |= {"p_pass_new_prompts": promise.p_pass_new_prompts, "held_out_tps": promise.mean}
+    observer.note(f"Served trial {leader.trial} again: claims {promise.claimed:.1f} tok/s from {PROCESSES} processes")
+    return _with(leader, figures=figures, **_columns(promise))
+
+
+def _promise(processes: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokens: int) -> Claim:
+    """The claim of all processes, each as it would have gone at the pace of the machine during the first."""
+    found = [served.Served(passes=p["passes"], machine_s=p["machine_s"]) for p in processes]
+    return claim([process.at(found[0].pace_s, prompts) for process in found], tokens)
+
+
+def _columns(promise: Claim) -> dict[str, float]:
+    return {name: getattr(promise, name) for name in ("claimed", "mean", "low", "high", "p_pass")}
+
+
+def _with(confirmation: Confirmation, **changes: Any) -> Confirmation:
+    """A new row in the place of `confirmation`."""
+    kept = ("study", "trial", "setting", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass", "figures")
+    return Confirmation(**{**{name: getattr(confirmation, name) for name in kept}, **changes})
+
+
+def _teller(observer: Observer, trial: int, setting: Mapping[str, Any]) -> served.Tell:
+    def tell(what: str, done: int, total: int) -> None:
+        observer.stage(trial, setting, f"confirm: {what}", done, total)
+
+    tell("starting the server", 0, 1)
+    return tell
+
+
 def _measure(
     spec: StudySpec, store: Store, outcome: Outcome, evidence: PlainEvidence, endpoint: Endpoint, tell: served.Tell
 ) -> Confirmation:
@@ -118,10 +166,10 @@ def _measure(
     assert reference is not None and reference.ppl is not None and outcome.ceiling is not None
     effective = endpoint.effective()
     speed = served.time_prompts(endpoint, [*held_out, *tune], tokens, tell)
-    machine_s = sum(speed.machine_s) / len(speed.machine_s)
+    machine_s = speed.pace_s
     claimed_on: list[Prompt] = held_out or tune
-    promise = claim(speed.at(machine_s, claimed_on), tokens)
-    on_tune = claim(speed.at(machine_s, tune), tokens)
+    processes = [{"passes": speed.passes, "machine_s": speed.machine_s}]
+    promise, on_tune = _promise(processes, claimed_on, tokens), _promise(processes, tune, tokens)
     gate_scores = served.score_records(endpoint, spec.records(), tell)
     held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
     shift = served.path_shift(endpoint, claimed_on[:SELF_PROMPTS], tokens)
@@ -142,7 +190,7 @@ def _measure(
     return Confirmation(
         eligible=reason is None,
         reason=reason,
-        **{name: getattr(promise, name) for name in ("claimed", "mean", "low", "high", "p_pass")},
+        **_columns(promise),
         figures={
             "p_pass_new_prompts": promise.p_pass_new_prompts,
             "tune_tps": on_tune.mean,
@@ -156,8 +204,7 @@ def _measure(
             "variety": {"distinct_4grams": mine.distinct_4grams, "compression": mine.compression},
             "reference_variety": {"distinct_4grams": theirs.distinct_4grams, "compression": theirs.compression},
             "machine_s": machine_s,
-            "pass_machine_s": speed.machine_s,
-            "passes": speed.passes,
+            "processes": processes,
             "effective": effective,
             "tokens": {p: speed.tokens[p] for p in sorted(speed.tokens)},
         },

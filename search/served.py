@@ -43,6 +43,11 @@ class Served:
         ]
 
     @property
+    def pace_s(self) -> float:
+        """How long the probe took, over all passes."""
+        return statistics.fmean(self.machine_s)
+
+    @property
     def drafts_a_step(self) -> float:
         """K as it acted."""
         return self.draft_tokens / self.drafts if self.drafts else 0.0

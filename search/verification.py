@@ -153,10 +153,10 @@ def _check_served(
     say(f"Timing {len(prompts)} prompts …")
     speed = served.time_prompts(endpoint, prompts, tokens, lambda *_: None)
     machine_s = evidence["machine_s"]
-    measured = claim(speed.at(machine_s, prompts), tokens)
-    raw = claim([dict(seconds) for seconds in speed.passes], tokens)
+    measured = claim([speed.at(machine_s, prompts)], tokens)
+    raw = claim([speed.passes], tokens)
     claimed = evidence["tps"]["claimed"]
-    now_s = sum(speed.machine_s) / len(speed.machine_s)
+    now_s = speed.pace_s
     say(
         f"As timed {raw.mean:.1f} tok/s; a first token takes {now_s * 1e3:.1f} ms, and took {machine_s * 1e3:.1f} ms "
         f"when the claim was measured. On the machine as it was then: {measured.mean:.1f} tok/s."
