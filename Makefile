@@ -1,9 +1,10 @@
-# make search   set up, then search the bundled miniature: 200 trials (TRIALS=20 for fewer)
+# make search   set up, then search the bundled miniature: 200 trials, 3 confirmed (TRIALS=20 CONFIRM=0: a first look)
 # make test     set up, then run lint, types and every test
 # make setup    the shared part alone: .venv with what the CPU path needs
 
 PYTHON ?= python3
 TRIALS ?= 200
+CONFIRM ?= 3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
@@ -11,7 +12,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: search test setup lint clean
 
 search: setup
-	$(PY) -m search.run --trials $(TRIALS)
+	$(PY) -m search.run --trials $(TRIALS) --confirm $(CONFIRM)
 
 test: setup lint
 	$(PY) -m pytest

@@ -19,7 +19,7 @@ from search.data import Prompt
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import Setting
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
-from search.knobs import DRAFTS, quality_part
+from search.knobs import DRAFTS, quality_part, words
 from search.manifest import build_manifest, write_manifest
 from search.spec import StudySpec
 from search.stages import Observer
@@ -154,6 +154,7 @@ def _teller(observer: Observer, trial: int, setting: Mapping[str, Any]) -> serve
     def tell(what: str, done: int, total: int) -> None:
         observer.stage(trial, setting, f"confirm: {what}", done, total)
 
+    observer.note(f"Serving trial {trial} ({words(setting)}) …")
     tell("starting the server", 0, 1)
     return tell
 
