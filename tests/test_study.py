@@ -126,6 +126,12 @@ def test_a_drifting_machine_does_not_move_the_figures(study_folder, options, mon
         assert row.figures["tps"] == pytest.approx(scale * true_tps(spec, row.setting), rel=0.06)
 
 
+def test_a_trial_may_ask_for_more_prompts_than_there_are(edit_study, options):
+    folder = edit_study("output_tokens: 64", "output_tokens: 64\n  prompts_per_trial: 100\n  precision: 0.001")
+    search(read_study(folder), options(6, sampler="random"), Silent())
+    assert max(o.prompts for o in stored(options(6)).outcomes() if o.prompts) == 24  # the study's tune prompts
+
+
 def true_ppl(window):
     """The simulated perplexity law over the study's records, whose offsets are its own."""
     reference, here = (2.3769 + 0.768 * math.exp(-w / 49.5) for w in (512, window))

@@ -136,7 +136,9 @@ class ThroughputStage(Stage):
             The estimate, its rows, and a remark where the trial was stopped because it is beaten.
         """
         all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
-        most = len(self._prompts) if all_of_them else self._workload.prompts_per_trial or len(self._prompts)
+        most = len(self._prompts)
+        if self._workload.prompts_per_trial and not all_of_them:
+            most = min(most, self._workload.prompts_per_trial)
         block_size = self._workload.control_prompts or 1
         rival_timings = self._timings_of(rival)
         timed: list[Timed] = []
