@@ -23,6 +23,13 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", metavar="URL", help="study database (default sqlite:///study.db)")
 
 
+def add_output_arguments(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """`--debug` and, unless a command has no document to print, `--json`; alike in every command."""
+    if json:
+        parser.add_argument("--json", action="store_true", help="progress to stderr, one JSON object to stdout")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
 def find_study(name: str | None) -> tuple[Path, str]:
     """The study file, and in a few words why it is this one.
 

@@ -8,7 +8,8 @@ without drafts. Whoever leads is served in a second process before it wins. Clai
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ from search.stages import Observer
 from search.store import REFERENCE, Confirmation, Outcome, Store, setting_key
 from search.trial import Laboratory
 
-SELF_SHIFT = 0.02  # nats a token that the scored and the served path may differ by, rounding being what it is
-SELF_PROMPTS = 4
 PROCESSES = 2  # that whoever leads must have been served in before it wins
 
 
@@ -95,15 +94,11 @@ def _confirmation(
     spec: StudySpec, store: Store, outcome: Outcome, evidence: PlainEvidence, observer: Observer, logs: Path
 ) -> Confirmation:
     """Serve one finalist and measure it; a server that fails makes a finalist that does not win."""
-    tell = _teller(observer, outcome.trial, outcome.setting)
-    with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
-        folder = Path(scratch) / "manifest"
-        write_manifest(build_manifest(spec, store, outcome), spec, folder)
-        try:
-            with Endpoint(folder, logs / f"confirm-{outcome.trial}.log") as endpoint:
-                found = _measure(spec, store, outcome, evidence, endpoint, tell)
-        except EndpointError as error:
-            found = Confirmation(eligible=False, reason=str(error)[:1000], figures={})
+    try:
+        with _serving(spec, store, outcome, observer, logs / f"confirm-{outcome.trial}.log") as (endpoint, tell):
+            found = _measure(spec, store, outcome, evidence, endpoint, tell)
+    except EndpointError as error:
+        found = Confirmation(eligible=False, reason=str(error)[:1000], figures={})
     found.study, found.trial, found.setting = store.study, outcome.trial, dict(outcome.setting)
     verdict = f"claims {found.claimed:.1f} tok/s" if found.eligible else f"does not win: {found.reason}"
     observer.note(f"Confirmed trial {outcome.trial}: {verdict}")
@@ -114,24 +109,26 @@ def _served_again(spec: StudySpec, store: Store, leader: Confirmation, observer:
     """Serve a confirmed trial in one more process, and let its claim rest on all of them."""
     outcome = store.outcome(leader.trial)
     assert outcome is not None
-    prompts = spec.held_out_prompts() or spec.prompts()
-    tell = _teller(observer, leader.trial, leader.setting)
-    figures = {**leader.figures}
-    with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
-        folder = Path(scratch) / "manifest"
-        write_manifest(build_manifest(spec, store, outcome), spec, folder)
-        try:
-            with Endpoint(folder, logs / f"confirm-{leader.trial}-again.log") as endpoint:
-                speed = served.time_prompts(endpoint, prompts, spec.workload.output_tokens, tell)
-        except EndpointError as error:
-            return _with(leader, eligible=False, reason=str(error)[:1000], figures={})
-    figures["processes"] = [*figures["processes"], {"passes": speed.passes, "machine_s": speed.machine_s}]
-    same = sum(figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts)
-    figures["same_tokens_again"] = same
-    promise = _promise(figures["processes"], prompts, spec.workload.output_tokens)
-    figures |= {"p_pass_new_prompts": promise.p_pass_new_prompts, "held_out_tps": promise.mean}
+    prompts, tokens = spec.held_out_prompts() or spec.prompts(), spec.workload.output_tokens
+    try:
+        with _serving(spec, store, outcome, observer, logs / f"confirm-{leader.trial}-again.log") as (endpoint, tell):
+            speed = served.time_prompts(endpoint, prompts, tokens, tell)
+    except EndpointError as error:
+        leader.eligible, leader.reason, leader.figures = False, str(error)[:1000], {}
+        return leader
+    processes = [*leader.figures["processes"], {"passes": speed.passes, "machine_s": speed.machine_s}]
+    promise = _promise(processes, prompts, tokens)
+    for name, value in _columns(promise).items():
+        setattr(leader, name, value)
+    leader.figures = {
+        **leader.figures,
+        "processes": processes,
+        "same_tokens_again": sum(leader.figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts),
+        "p_pass_new_prompts": promise.p_pass_new_prompts,
+        "held_out_tps": promise.mean,
+    }
     observer.note(f"Served trial {leader.trial} again: claims {promise.claimed:.1f} tok/s from {PROCESSES} processes")
-    return _with(leader, figures=figures, **_columns(promise))
+    return leader
 
 
 def _promise(processes: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokens: int) -> Claim:
@@ -144,19 +141,22 @@ def _columns(promise: Claim) -> dict[str, float]:
     return {name: getattr(promise, name) for name in ("claimed", "mean", "low", "high", "p_pass")}
 
 
-def _with(confirmation: Confirmation, **changes: Any) -> Confirmation:
-    """A new row in the place of `confirmation`."""
-    kept = ("study", "trial", "setting", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass", "figures")
-    return Confirmation(**{**{name: getattr(confirmation, name) for name in kept}, **changes})
+@contextmanager
+def _serving(
+    spec: StudySpec, store: Store, outcome: Outcome, observer: Observer, log: Path
+) -> Iterator[tuple[Endpoint, served.Tell]]:
+    """A trial exported and served, as whoever deploys it will; with whom to tell how measuring goes."""
 
-
-def _teller(observer: Observer, trial: int, setting: Mapping[str, Any]) -> served.Tell:
     def tell(what: str, done: int, total: int) -> None:
-        observer.stage(trial, setting, f"confirm: {what}", done, total)
+        observer.stage(outcome.trial, outcome.setting, f"confirm: {what}", done, total)
 
-    observer.note(f"Serving trial {trial} ({words(setting)}) …")
+    observer.note(f"Serving trial {outcome.trial} ({words(outcome.setting)}) …")
     tell("starting the server", 0, 1)
-    return tell
+    with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
+        folder = Path(scratch) / "manifest"
+        write_manifest(build_manifest(spec, store, outcome), spec, folder)
+        with Endpoint(folder, log) as endpoint:
+            yield endpoint, tell
 
 
 def _measure(
@@ -173,7 +173,7 @@ def _measure(
     promise, on_tune = _promise(processes, claimed_on, tokens), _promise(processes, tune, tokens)
     gate_scores = served.score_records(endpoint, spec.records(), tell)
     held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
-    shift = served.path_shift(endpoint, claimed_on[:SELF_PROMPTS], tokens)
+    shift = served.path_shift(endpoint, claimed_on, tokens)
     identity = compare_tokens(evidence.by_trial[outcome.trial], speed.tokens)
     ppl = gate.perplexity(gate_scores.values())
     held_out_ratio = (
@@ -242,6 +242,6 @@ def _objection(
             f"{len(identity.unexplained)} of {identity.prompts} prompts leave plain greedy decoding, the first at "
             f"token {first.position} of {first.prompt} against a lead of {first.gap:.2f} nats"
         )
-    if shift > SELF_SHIFT:
+    if shift > served.SELF_SHIFT:
         return f"the tokens it generates are {shift:.3f} nats a token less or more likely when scored than when served"
     return None

@@ -87,6 +87,11 @@ def read_records(path: Path) -> list[Record]:
     return _read(path, record, "records")
 
 
+def json_hash(value: Any) -> str:
+    """Hash of a value as JSON with sorted keys: 16 hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def content_hash(path: Path) -> str:
     """Hash of a file's bytes: 16 hex digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from search.engine.process import group_lives
 from search.errors import SearchError
 from search.gate import RecordScore
 
@@ -24,8 +25,10 @@ READY_S = 1800.0  # to load, compile and warm up
 ANSWER_S = 300.0
 WARM = "Warm-up done"  # what search.serving prints then
 # All that a served folder may know of who started it.
-PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")
-PASSED_ON_TOO = ("HF_TOKEN", "HF_ENDPOINT", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
+    *("HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"),
+)
 
 
 class EndpointError(SearchError):
@@ -59,7 +62,7 @@ class Endpoint:
         """
         port = _free_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        env = {name: os.environ[name] for name in PASSED_ON + PASSED_ON_TOO if name in os.environ}
+        env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "serve.py", "--port", str(port)],
@@ -94,7 +97,7 @@ class Endpoint:
             except ProcessLookupError:
                 break
             deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline and _group_lives(self._process):
+            while time.monotonic() < deadline and group_lives(self._process.pid):
                 time.sleep(0.05)
         self._process.wait()
         self._process = None
@@ -208,12 +211,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

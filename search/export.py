@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from search.cli import DEFAULT_STORAGE, add_study_arguments, fail, find_study, set_up_errors
+from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
 
 if TYPE_CHECKING:
     from search.store import Confirmation
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trial", default="best", metavar="best|N", help="which trial (default best)")
     p.add_argument("--out", type=Path, default=Path("manifest"), metavar="DIR", help="folder (default manifest)")
     p.add_argument("--unverified", action="store_true", help="export a trial that is not confirmed; it claims nothing")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_output_arguments(p, json=False)
     return p
 
 
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if outcome.state != "COMPLETE":
             return _nothing(f"Trial {outcome.trial} has no speed to claim: {outcome.reason}.")
         store.check_definition(spec.definition(), ignore=("gate.ceiling",))
-        source = outcome.trial if outcome.reused_from is None else outcome.reused_from
-        confirmation = store.confirmation(source)
+        confirmation = store.confirmation(outcome.source)
         if not args.unverified and (confirmation is None or not confirmation.eligible):
             raise RefusedError(_refusal(outcome.trial, confirmation))
         write_manifest(build_manifest(spec, store, outcome), spec, args.out)

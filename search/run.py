@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from search.cli import DEFAULT_STORAGE, add_study_arguments, fail, find_study, set_up_errors
+from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
 
 if TYPE_CHECKING:
     from search.study import Summary
@@ -38,8 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--engine", choices=("vllm", "simulated"), help="what is measured (default vllm)")
     p.add_argument("--ppl-ceiling", type=float, metavar="X", help="absolute ceiling, instead of the study's")
     p.add_argument("--seed", type=int, metavar="N", help="seed of the sampler and the engine (default 0)")
-    p.add_argument("--json", action="store_true", help="progress to stderr, one JSON object to stdout")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_output_arguments(p)
     return p
 
 

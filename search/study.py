@@ -82,11 +82,7 @@ class Summary:
     gate: dict[str, int]
     drift: list[dict[str, Any]]
     confirmed: list[Confirmation]
-
-    @property
-    def winner(self) -> Confirmation | None:
-        """The confirmed trial with the best lower bound among those that may win."""
-        return next((c for c in self.confirmed if c.eligible), None)
+    winner: Confirmation | None
 
     def as_json(self) -> dict[str, Any]:
         """The document `--json` prints."""
@@ -332,6 +328,7 @@ def _summary(store: Store, engine_starts: int, wall_s: float) -> Summary:
             for m in store.measurements("speed", "drift")
         ],
         confirmed=store.confirmations(),
+        winner=store.winner(),
     )
 
 

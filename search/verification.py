@@ -32,8 +32,6 @@ from search.manifest import PROMPTS, RECORDS, manifest_hash
 from search.modelfiles import file_hash, model_folder
 
 SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
-SELF_SHIFT = 0.02  # nats a token; as in search.confirm
-SELF_PROMPTS = 4
 SAME_MACHINE = (0.7, 1.4)  # speed, relative to the claim's machine, that a claim can be carried over
 PLAIN_PROMPTS = 32  # whose tokens are held against plain greedy decoding
 
@@ -188,12 +186,12 @@ def _check_served(
     say(f"Scoring {len(gate_records)} records …")
     scores = served.score_records(endpoint, gate_records, lambda *_: None)
     _check_ppl(found, evidence, gate.perplexity(scores.values()), own_records=own_records)
-    shift = served.path_shift(endpoint, prompts[:SELF_PROMPTS], tokens)
+    shift = served.path_shift(endpoint, prompts, tokens)
     found.check(
         "scored path is served path",
-        f"within {SELF_SHIFT}",
+        f"within {served.SELF_SHIFT}",
         f"{shift:.4f} nats a token",
-        good=shift <= SELF_SHIFT,
+        good=shift <= served.SELF_SHIFT,
         reason=f"The tokens it generates score {shift:.3f} nats a token off what it said of them when it made them.",
     )
     return speed

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from search.cli import fail, set_up_errors
+from search.cli import add_output_arguments, fail, set_up_errors
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,8 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("folder", type=Path, metavar="DIR", help="what search.export wrote")
     p.add_argument("--prompts", type=Path, metavar="FILE", help="other prompts (JSON Lines, or ShareGPT-shaped JSON)")
     p.add_argument("--records", type=Path, metavar="FILE", help="other records (JSON Lines)")
-    p.add_argument("--json", action="store_true", help="progress to stderr, one JSON object to stdout")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_output_arguments(p)
     return p
 
 

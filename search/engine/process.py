@@ -111,7 +111,7 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         deadline = time.monotonic() + END_WAIT_S
-        while _group_lives(self.pid) and time.monotonic() < deadline:
+        while group_lives(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def __enter__(self) -> Worker:
@@ -146,7 +146,7 @@ def _exit_words(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _group_lives(group: int) -> bool:
+def group_lives(group: int) -> bool:
     """Whether any process of the group still runs; one that ended and waits to be reaped does not."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gc
-import hashlib
-import json
 import math
 import os
 import platform
@@ -24,6 +22,7 @@ from vllm import LLM, EngineArgs, SamplingParams
 from vllm.version import __version__ as vllm_version
 
 from kernels.plugin import active_patches
+from search.data import json_hash
 from search.engine.live import LiveKnobs
 from search.engine.protocol import (
     Applied,
@@ -82,7 +81,7 @@ class VllmEngine:
             native=native,
             model_hash=file_hash(target),
             drafter_hash=file_hash(drafter) if drafter else None,
-            build_hash=_digest(
+            build_hash=json_hash(
                 [vllm_version, str(torch.__version__), _processor(), sorted(active_patches), request.args]
             ),
             environment=_environment(),
@@ -147,7 +146,7 @@ class VllmEngine:
             prompt_id=request.prompt_id,
             tokens=len(token_ids),
             latency_s=latency_s,
-            output_hash=_digest(token_ids),
+            output_hash=json_hash(token_ids),
             drafts=drafts,
             draft_tokens=draft_tokens,
             accepted_per_pos=accepted,
@@ -194,10 +193,6 @@ def _check_args(args: dict[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise EngineError("bad-setting", f"engine.args.{name} is no argument of vLLM {vllm_version}.{hint}")
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

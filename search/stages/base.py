@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from search.data import Prompt
-from search.engine.protocol import Applied, Apply, Setting
+from search.data import Prompt, Record
+from search.engine.protocol import Applied, Apply, Score, Scored, Setting
 from search.engine.session import EngineSession
+from search.gate import RecordScore
 from search.knobs import words
 from search.store import Measurement, Store
 
@@ -53,6 +54,19 @@ class Stage:
             figures=figures,
             wall_s=wall_s,
         )
+
+
+def score(session: EngineSession, record: Record) -> RecordScore:
+    """Score one record.
+
+    Raises:
+        WorkerError: another number of tokens was scored than its target has.
+    """
+    found = session.ask(Score(record=record.id, context=list(record.context), target=list(record.target)), Scored)
+    if found.tokens != len(record.target):
+        reason = f"record {record.id}: {found.tokens} tokens scored of {len(record.target)}"
+        raise session.refuse("impossible-figure", reason)
+    return RecordScore(found.nll, found.tokens)
 
 
 def apply(session: EngineSession, setting: Setting, probe: Prompt | None = None) -> Setting:

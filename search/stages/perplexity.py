@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from search import gate
-from search.engine.protocol import Score, Scored, Setting
+from search.engine.protocol import Setting
 from search.engine.session import EngineSession
 from search.errors import SearchError
 from search.knobs import quality_part
 from search.spec import StudySpec
-from search.stages.base import Observer, Stage
+from search.stages.base import Observer, Stage, score
 from search.store import REFERENCE, Measurement, Store
 
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
@@ -137,12 +137,7 @@ class PerplexityStage(Stage):
         try:
             for number, record in enumerate(map(self._records.__getitem__, records)):
                 self._observer.stage(trial, setting, "gate", number, len(records))
-                request = Score(record=record.id, context=list(record.context), target=list(record.target))
-                found = self._session.ask(request, Scored)
-                if found.tokens != len(record.target):
-                    reason = f"record {record.id}: {found.tokens} tokens scored of {len(record.target)}"
-                    raise self._session.refuse("impossible-figure", reason)
-                scores[record.id] = gate.RecordScore(found.nll, found.tokens)
+                scores[record.id] = score(self._session, record)
                 if known is not None and self._judge(scores).outcome == "over":
                     break
         finally:

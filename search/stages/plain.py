@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from search.data import Prompt, Record
-from search.engine.protocol import Decode, Decoded, Score, Scored, Setting
+from search.engine.protocol import Decode, Decoded, Setting
 from search.gate import RecordScore
 from search.identity import Plain
-from search.stages.base import Stage, apply
+from search.stages.base import Stage, apply, score
 from search.store import REFERENCE
 
 
@@ -34,7 +34,5 @@ class PlainStage(Stage):
         found = {}
         for number, record in enumerate(records):
             self._observer.stage(REFERENCE, setting, "held-out", number, len(records))
-            request = Score(record=record.id, context=list(record.context), target=list(record.target))
-            scored = self._session.ask(request, Scored)
-            found[record.id] = RecordScore(scored.nll, scored.tokens)
+            found[record.id] = score(self._session, record)
         return found

@@ -278,9 +278,8 @@ def _mean_seconds(first: dict[str, float], again: dict[str, float]) -> dict[str,
 
 def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
     drafts = sum(t.decoded.drafts for t in timed)
-    positions = (
-        sum(t.decoded.draft_tokens for t in timed) // drafts if drafts else 0
-    )  # an engine counts to its largest K
+    # An engine counts up to its largest K, whatever K is.
+    positions = sum(t.decoded.draft_tokens for t in timed) // drafts if drafts else 0
     accepted = [sum(t.decoded.accepted_per_pos[i] for t in timed) for i in range(positions)]
     return {
         "tps": found.tps,

@@ -150,6 +150,11 @@ class Outcome(Base):
     simulated: Mapped[bool]
     created_at: Mapped[datetime] = mapped_column(default=_now)
 
+    @property
+    def source(self) -> int:
+        """The trial whose measurements this outcome rests on: its own, or the one it reuses."""
+        return self.trial if self.reused_from is None else self.reused_from
+
 
 class Confirmation(Base):
     """A finalist measured again, served in a process of its own (see `search.confirm`).

@@ -1,0 +1,118 @@
+"""Confirming finalists on a made-up server (test_vllm.py confirms on a real one)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_verify import EFFECTIVE
+
+from search import confirm as confirming
+from search.gate import RecordScore
+from search.identity import Plain
+from search.spec import read_study
+from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine, setting_key
+
+
+class MadeUpLaboratory:
+    """Plain decoding as the made-up server does it."""
+
+    def __init__(self):
+        self.native = {"sliding_window": 512, "centroid_top_k": 32, "num_speculative_tokens": 0}
+        self.plain = self
+        self.ended = 0
+
+    def tokens(self, setting, prompts, count):
+        assert setting["num_speculative_tokens"] == 0
+        return {p.id: Plain([(sum(p.token_ids) + 7 * i) % 4096 for i in range(count)], [1.0] * count) for p in prompts}
+
+    def scores(self, setting, records):
+        return {r.id: RecordScore(float(len(r.target)), len(r.target)) for r in records}
+
+    def end_worker(self):
+        self.ended += 1
+
+
+class Notes(list):
+    note = list.append
+
+    def stage(self, *_): ...
+
+
+@pytest.fixture
+def confirm(study_folder, tmp_path, monkeypatch):
+    """Confirm two measured trials, with a server that is as `fake` says."""
+    (study_folder / "target").mkdir()
+    (study_folder / "target" / "config.json").write_text("{}")
+    file = study_folder / "study.yaml"
+    file.write_text(file.read_text().replace("model: example/model", "model: ./target"))
+    spec = read_study(study_folder)
+    store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
+    hashes = {"model_hash": "aa", "drafter_hash": "bb", "build_hash": "cc"}
+    environment = store.add(Environment(study="s", simulated=False, native={}, facts={}, start_s=1.0, **hashes))
+    common = {"study": "s", "wall_s": 1.0, "state": "COMPLETE", "ceiling": 2.8, "ppl": 2.7183, "simulated": False}
+    store.finish(Outcome(trial=REFERENCE, setting={}, setting_key="r", tps=100.0, **common))
+    for trial, top_k in enumerate((16, 32)):
+        setting = {**EFFECTIVE, "centroid_top_k": top_k}
+        speed = Measurement(
+            study="s",
+            trial=trial,
+            environment_id=environment,
+            stage="speed",
+            status="done",
+            setting=setting,
+            effective=setting,
+            figures={"acceptance_rate": [0.7], "output_hash": "00ff"},
+            wall_s=1.0,
+        )
+        tps = {"tps": 500.0 - trial, "tps_low": 490.0, "tps_high": 510.0}
+        store.finish(Outcome(trial=trial, setting=setting, setting_key=setting_key(setting), **tps, **common), [speed])
+
+    def run(**fake):
+        def write(manifest, spec, out):
+            out.mkdir(parents=True)
+            shutil.copy(Path(__file__).parent / "fake_serve.py", out / "serve.py")
+            effective = {**EFFECTIVE, "centroid_top_k": int(manifest["env"]["CENTROID_TOP_K"])}
+            said = {"drafts": 4, "first_token_s": 0.002, "decode_s": 0.004, "logprob": -1.0}
+            manifest["env"]["FAKE"] = json.dumps({"effective": effective, **said, **fake})
+            (out / "manifest.json").write_text(json.dumps(manifest))
+
+        monkeypatch.setattr(confirming, "write_manifest", write)
+        laboratory, notes = MadeUpLaboratory(), Notes()
+        confirming.confirm(spec, store, laboratory, notes, 2, tmp_path / "logs")
+        return store, notes, laboratory
+
+    return run
+
+
+def test_the_leader_wins_after_two_processes_and_nothing_is_measured_twice(confirm):
+    store, notes, laboratory = confirm()
+    winner, found = store.winner(), store.confirmations()
+    assert [c.eligible for c in found] == [True, True]
+    assert len(winner.figures["processes"]) == 2 and winner.figures["same_tokens_again"] == 1.0
+    assert winner.figures["identity"]["rate"] == 1.0
+    assert winner.claimed <= winner.mean and winner.low < winner.mean < winner.high
+    assert laboratory.ended >= 1 and any("Confirming 2 finalists" in note for note in notes)
+    store, notes, laboratory = confirm()
+    assert list(notes) == [] and laboratory.ended == 0
+
+
+@pytest.mark.parametrize(
+    ("fake", "says"),
+    [
+        ({"drafts": 1}, "with 1 drafts a step"),
+        ({"logprob": -1.05}, "over the ceiling of 2.8000"),
+        ({"wrong_token": True}, "leave plain greedy decoding"),
+        ({"dies": "out of memory"}, "ended before it was ready: out of memory"),
+    ],
+)
+def test_a_finalist_that_is_not_borne_out_does_not_win(confirm, fake, says):
+    store, _, _ = confirm(**fake)
+    assert store.winner() is None
+    assert all(says in c.reason for c in store.confirmations())
+
+
+def test_a_finalist_whose_server_failed_is_tried_again(confirm):
+    confirm(dies="out of memory")
+    store, _, _ = confirm()
+    assert store.winner() is not None
