@@ -18,7 +18,9 @@ from search import gate, served
 from search.claim import TOLERANCE, Claim, claim
 from search.data import Prompt
 from search.endpoint import Endpoint, EndpointError
+from search.engine.process import WorkerError
 from search.engine.protocol import Setting
+from search.errors import SearchError
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
 from search.knobs import DRAFTS, quality_part, words
 from search.manifest import build_manifest, write_manifest
@@ -58,13 +60,16 @@ def confirm(
     A finalist whose server failed is tried again when the search is.
 
     Raises:
-        SearchError: the engine does not start.
+        SearchError: the engine does not start, or does not decode without drafts.
     """
     chosen = finalists(store, count)
     missing = [outcome for outcome in chosen if not ((known := store.confirmation(outcome.trial)) and known.figures)]
     if missing:
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
-        evidence = _plain_evidence(spec, laboratory, missing)
+        try:
+            evidence = laboratory.insist("Plain decoding", lambda: _plain_evidence(spec, laboratory, missing))
+        except WorkerError as error:
+            raise SearchError(f"The finalists cannot be confirmed: plain decoding failed: {error}") from error
         laboratory.end_worker()  # two engines at once would slow each other
         for outcome in missing:
             store.add_confirmation(_confirmation(spec, store, outcome, evidence, observer, logs))
@@ -155,7 +160,7 @@ def _serving(
     with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
         folder = Path(scratch) / "manifest"
         write_manifest(build_manifest(spec, store, outcome), spec, folder)
-        with Endpoint(folder, log) as endpoint:
+        with Endpoint(folder, log, spec.limits, store) as endpoint:
             yield endpoint, tell
 
 
@@ -166,11 +171,11 @@ def _measure(
     reference = store.outcome(REFERENCE)
     assert reference is not None and reference.ppl is not None and outcome.ceiling is not None
     effective = endpoint.effective()
-    speed = served.time_prompts(endpoint, [*held_out, *tune], tokens, tell)
-    machine_s = speed.pace_s
     claimed_on: list[Prompt] = held_out or tune
+    speed = served.time_prompts(endpoint, claimed_on, tokens, tell, once=tune if held_out else ())
+    machine_s = speed.pace_s
     processes = [{"passes": speed.passes, "machine_s": speed.machine_s}]
-    promise, on_tune = _promise(processes, claimed_on, tokens), _promise(processes, tune, tokens)
+    promise = _promise(processes, claimed_on, tokens)
     gate_scores = served.score_records(endpoint, spec.records(), tell)
     held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
     shift = served.path_shift(endpoint, claimed_on, tokens)
@@ -194,7 +199,7 @@ def _measure(
         **_columns(promise),
         figures={
             "p_pass_new_prompts": promise.p_pass_new_prompts,
-            "tune_tps": on_tune.mean,
+            "tune_tps": served.tps(speed.at(machine_s, tune)[0], tokens),
             "held_out_tps": promise.mean if held_out else None,
             "gap": fall,
             "ppl": ppl,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from search.errors import UsageError
 
 TUNE, HELD_OUT, GATE = "tune", "held-out", "gate"
+MAX_ID = 200  # characters; what the store's columns take
 T = TypeVar("T")
 
 
@@ -42,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
 
     def prompt(row: dict[str, Any]) -> Prompt:
-        return Prompt(str(row["id"]), _split(row, TUNE), _token_ids(row, "prompt_token_ids"))
+        return Prompt(_id(row["id"]), _split(row, TUNE), _token_ids(row, "prompt_token_ids"))
 
     return _read(path, prompt, "prompts")
 
@@ -54,16 +55,23 @@ def read_conversations(path: Path) -> dict[str, str]:
         UsageError: naming the file, the conversation and what is wrong there.
     """
     try:
-        rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"The prompts file {path} cannot be read: {error}.") from error
+        rows = json.loads(_read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"The prompts file {path} is not JSON: {error}.") from error
     found: dict[str, str] = {}
     for number, row in enumerate(rows if isinstance(rows, list) else []):
         turns = row.get("conversations") if isinstance(row, dict) else None
-        text = next((t.get("value") for t in turns or [] if t.get("from") in ("human", "user")), None)
+        said = [t for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
+        text = next((t.get("value") for t in said if t.get("from") in ("human", "user")), None)
         if not isinstance(text, str) or not text:
             raise UsageError(f"{path}, conversation {number}: it has no turn of a human.")
-        found[str(row.get("id", number))] = text
+        try:
+            name = _id(row.get("id", number))
+        except ValueError as error:
+            raise UsageError(f"{path}, conversation {number}: {error}.") from error
+        if name in found:
+            raise UsageError(f"{path}, conversation {number}: id {name!r} occurs twice.")
+        found[name] = text
     if not found:
         raise UsageError(f"{path} holds no conversations.")
     return found
@@ -78,7 +86,7 @@ def read_records(path: Path) -> list[Record]:
 
     def record(row: dict[str, Any]) -> Record:
         return Record(
-            str(row["id"]),
+            _id(row["id"]),
             _split(row, GATE),
             _token_ids(row, "context_token_ids"),
             _token_ids(row, "target_token_ids"),
@@ -93,39 +101,56 @@ def json_hash(value: Any) -> str:
 
 
 def content_hash(path: Path) -> str:
-    """Hash of a file's bytes: 16 hex digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    """Hash of a file's bytes: 16 hex digits.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    return hashlib.sha256(_read_bytes(path)).hexdigest()[:16]
 
 
 def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"The {what} file {path} cannot be read: {error.strerror or error}.") from error
     items: list[T] = []
     seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object in braces")
             item = build(row)
-        except (ValueError, KeyError, TypeError) as error:
+            name = _id(row["id"])
+            if name in seen:
+                raise ValueError(f"id {name!r} occurs twice")
+        except (ValueError, KeyError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}, line {number}: {reason}.") from error
-        if str(row["id"]) in seen:
-            raise UsageError(f"{path}, line {number}: id {row['id']!r} occurs twice.")
-        seen.add(str(row["id"]))
+        seen.add(name)
         items.append(item)
     if not items:
         raise UsageError(f"The {what} file {path} is empty.")
     return items
 
 
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _id(value: Any) -> str:
+    text = str(value) if type(value) in (str, int) else ""
+    if not text or len(text) > MAX_ID or not text.isprintable():
+        raise ValueError(f"id must be a number or a text of at most {MAX_ID} characters, not {value!r:.40}")
+    return text
+
+
 def _split(row: dict[str, Any], first: str) -> str:
     split = row.get("split", first)
     if split not in (first, HELD_OUT):
-        raise ValueError(f"split is {split!r}; it must be {first!r} or {HELD_OUT!r}")
+        raise ValueError(f"split is {split!r:.40}; it must be {first!r} or {HELD_OUT!r}")
     return str(split)
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import psutil
 
-from search.engine.process import group_lives
+from search.engine.group import Ledger, ProcessGroup
 from search.errors import SearchError
 from search.gate import RecordScore
+from search.secrets import redact
+from search.spec import LimitSpec
 
-READY_S = 1800.0  # to load, compile and warm up
-ANSWER_S = 300.0
+T = TypeVar("T")
+END_PATIENCE_S = 10.0
 WARM = "Warm-up done"  # what search.serving prints then
 # All that a served folder may know of who started it.
 PASSED_ON = (
@@ -46,12 +48,22 @@ class Completion:
 
 
 class Endpoint:
-    """A context manager: entering starts `python serve.py` in `folder` and waits until it is warm."""
+    """A context manager: entering starts `python serve.py` in `folder` and waits until it is warm.
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    Args:
+        folder: what search.export wrote.
+        log: file for what the server prints.
+        limits: how long it may take to be ready (`build_s`), to be measured (`confirm_s`), and be silent (`stall_s`).
+        ledger: told of its processes.
+    """
+
+    def __init__(self, folder: Path, log: Path, limits: LimitSpec, ledger: Ledger | None = None) -> None:
         self._folder = folder
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._limits = limits
+        self._ledger = ledger
+        self._group: ProcessGroup | None = None
+        self._deadline = math.inf
         self.model = ""
 
     def __enter__(self) -> Endpoint:
@@ -61,21 +73,16 @@ class Endpoint:
             EndpointError: it ended or was not ready in time; with its last words.
         """
         port = _free_port()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.unlink(missing_ok=True)
         env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "serve.py", "--port", str(port)],
-                cwd=self._folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S, trust_env=False)
+        command = [sys.executable, "serve.py", "--port", str(port)]
+        self._group = ProcessGroup(command, self._log, env, "server", self._ledger, cwd=self._folder)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
         try:
             self._wait()
+            self._check_listener(port)
+            self._deadline = time.monotonic() + self._limits.confirm_s
+            self.model = self._get("/v1/models")["data"][0]["id"]
         except BaseException:
             self.end()
             raise
@@ -89,18 +96,9 @@ class Endpoint:
     def end(self) -> None:
         """End the server and every process it started."""
         self._http.close()
-        if self._process is None:
-            return
-        for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 30.0)):
-            try:
-                os.killpg(self._process.pid, sign)
-            except ProcessLookupError:
-                break
-            deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline and group_lives(self._process.pid):
-                time.sleep(0.05)
-        self._process.wait()
-        self._process = None
+        if self._group is not None:
+            self._group.end(patience_s=END_PATIENCE_S)
+        self._group = None
 
     def effective(self) -> dict[str, Any]:
         """The knobs as they act in the server."""
@@ -109,10 +107,14 @@ class Endpoint:
 
     def draft_counts(self) -> tuple[int, int]:
         """Verify steps with drafts, and tokens drafted in them, since the server started."""
-        lines = self._http.get("/metrics").text.splitlines()
         names = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total")
-        drafts, tokens = (sum(int(float(x.rsplit(" ", 1)[1])) for x in lines if x.startswith(n)) for n in names)
-        return drafts, tokens
+
+        def count(text: str) -> tuple[int, int]:
+            lines = text.splitlines()
+            drafts, tokens = (sum(int(float(x.rsplit(" ", 1)[1])) for x in lines if x.startswith(n)) for n in names)
+            return drafts, tokens
+
+        return self._ask("/metrics", None, lambda answer: count(answer.text))
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a user's turn in the model's chat template, ready to be answered.
@@ -121,12 +123,7 @@ class Endpoint:
             EndpointError: the model has no chat template, or the server refuses.
         """
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
-        try:
-            answer = self._http.post("/tokenize", json=body)
-            answer.raise_for_status()
-            return [int(token) for token in answer.json()["tokens"]]
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise EndpointError(f"The server did not tokenize a conversation: {error}.") from error
+        return self._ask("/tokenize", body, lambda answer: [int(token) for token in answer.json()["tokens"]])
 
     def complete(self, prompt: Sequence[int], max_tokens: int, *, show: bool = False) -> Completion:
         """Exactly `max_tokens` greedy tokens after `prompt`; with `show` how likely each was.
@@ -145,10 +142,15 @@ class Endpoint:
             raise EndpointError(f"The server returned {len(token_ids)} tokens where {max_tokens} were asked for.")
         logprobs, gaps = [], []
         if show:
-            logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-            for candidates in choice["logprobs"]["top_logprobs"]:
-                first, second, *_ = sorted(candidates.values(), reverse=True)
-                gaps.append(first - second)
+            try:
+                logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+                for candidates in choice["logprobs"]["top_logprobs"]:
+                    first, second, *_ = sorted(candidates.values(), reverse=True)
+                    gaps.append(first - second)
+            except (KeyError, TypeError, ValueError) as error:
+                raise EndpointError(
+                    f"The server said nothing readable of how likely its tokens were: {error}."
+                ) from error
         return Completion(token_ids, latency_s, logprobs, gaps)
 
     def score(self, context: Sequence[int], target: Sequence[int]) -> RecordScore:
@@ -171,36 +173,62 @@ class Endpoint:
 
     def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> dict[str, Any]:
         fixed = {"model": self.model, "prompt": list(prompt), "temperature": 0.0, "add_special_tokens": False}
-        try:
-            answer = self._http.post("/v1/completions", json={**fixed, **body})
-            answer.raise_for_status()
-            choice: dict[str, Any] = answer.json()["choices"][0]
-        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-            raise EndpointError(f"The server did not answer a completion: {error}. {self._last_words()}") from error
-        return choice
+        return self._ask("/v1/completions", {**fixed, **body}, lambda answer: dict(answer.json()["choices"][0]))
 
     def _get(self, path: str) -> Any:
+        return self._ask(path, None, httpx.Response.json)
+
+    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[httpx.Response], T]) -> T:
+        """One request (a POST where there is a body), and what `read` finds in its answer."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise EndpointError(f"Measuring the server took longer than {self._limits.confirm_s:.0f} s.")
+        timeout = min(left, self._limits.stall_s)
         try:
-            answer = self._http.get(path)
+            answer = (
+                self._http.get(path, timeout=timeout)
+                if body is None
+                else self._http.post(path, json=body, timeout=timeout)
+            )
             answer.raise_for_status()
-            return answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise EndpointError(f"The server did not answer {path}: {error}. {self._last_words()}") from error
+            return read(answer)
+        except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+            what = str(error) or type(error).__name__
+            raise EndpointError(
+                f"The server did not answer {path} as it should: {what}. {self._last_words()}"
+            ) from error
 
     def _wait(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+        """Until the server is warm, in the time that it has, and with something new in its log now and then."""
+        assert self._group is not None
+        started = heard = time.monotonic()
+        size = 0
+        while WARM not in (text := self._log.read_text(errors="replace")):
+            now = time.monotonic()
+            if self._group.exit_code() is not None:
                 raise EndpointError(f"The server ended before it was ready: {self._last_words()}")
-            if WARM in self._log.read_text(errors="replace"):
-                self.model = self._get("/v1/models")["data"][0]["id"]
-                return
+            if now - started > self._limits.build_s:
+                raise EndpointError(
+                    f"The server was not ready after {self._limits.build_s:.0f} s. {self._last_words()}"
+                )
+            if len(text) != size:
+                heard, size = now, len(text)
+            elif now - heard > self._limits.stall_s:
+                raise EndpointError(f"The server was silent for {self._limits.stall_s:.0f} s. {self._last_words()}")
             time.sleep(0.25)
-        raise EndpointError(f"The server was not ready after {READY_S:.0f} s. {self._last_words()}")
+
+    def _check_listener(self, port: int) -> None:
+        """Make sure that whoever listens at the port is the server that was started, or a process of its."""
+        assert self._group is not None
+        for pid in self._group.members():
+            with contextlib.suppress(psutil.Error):
+                connections = psutil.Process(pid).net_connections(kind="tcp")
+                if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+                    return
+        raise EndpointError(f"Another program listens at port {port}, not the server that was started.")
 
     def _last_words(self) -> str:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [redact(x) for x in self._log.read_text(errors="replace").splitlines() if x.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
         said = (errors or lines or ["it printed nothing"])[-1]
         return f"{said.removeprefix('error: ')} (log: {self._log})"

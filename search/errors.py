@@ -17,3 +17,7 @@ class RefusedError(SearchError):
     """What was asked for is possible and deliberately not done."""
 
     exit_code = 3
+
+
+class SpooledError(SearchError):
+    """The database did not take a measurement, which now waits in the spool."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from search.broken import LEAST_SHARE
+
 NEAR_TIE = 0.25  # nats: what two logits of 16 to 32 move by together if each is rounded to its next bfloat16
-LEAST_SHARE = 0.8  # of the reference's variety; an output with less is degenerate
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class Variety:
     compression: float
 
 
+def distinct_4grams(tokens: Sequence[int]) -> float:
+    """Share of distinct 4-grams in one output; 1 for an output too short to have two."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
 def variety(outputs: Mapping[str, Sequence[int]]) -> Variety:
     """How varied the outputs are; text that loops has little of either.
 
@@ -104,10 +111,9 @@ def variety(outputs: Mapping[str, Sequence[int]]) -> Variety:
     texts = [list(tokens) for tokens in outputs.values() if len(tokens) >= 4]
     if not texts:
         raise ValueError("there is no output of four tokens or more")
-    grams = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in texts]
     sizes = [b"".join(token.to_bytes(4, "big") for token in text) for text in texts]
     return Variety(
-        distinct_4grams=fmean(len(set(g)) / len(g) for g in grams),
+        distinct_4grams=fmean(map(distinct_4grams, texts)),
         compression=fmean(len(zlib.compress(size, 9)) / len(size) for size in sizes),
     )
 

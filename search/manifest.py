@@ -7,7 +7,6 @@ one setting and one study file, and `search.serving` reads nothing else.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from search import __version__
-from search.data import json_hash
 from search.errors import RefusedError
+from search.folder import PROMPTS, RECORDS, finite, manifest_hash
 from search.knobs import DRAFTS, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
 from search.serving import ARGS_WITH_KEYS
@@ -25,7 +24,6 @@ from search.spec import StudySpec
 from search.store import REFERENCE, Outcome, Store
 
 PORT = 8000
-PROMPTS, RECORDS = "evidence/prompts.jsonl", "evidence/records.jsonl"
 SERVE_PY = '''"""Serves what manifest.json beside this file says: python serve.py [more of vLLM's arguments]."""
 
 from pathlib import Path
@@ -133,13 +131,6 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
     return manifest
 
 
-def manifest_hash(manifest: Mapping[str, Any]) -> str:
-    """Hash of everything a manifest says but this hash itself: 16 hex digits. A claim that was edited shows in it."""
-    bare = json.loads(json.dumps(_finite(manifest)))
-    bare["evidence"]["hashes"].pop("manifest", None)
-    return json_hash(bare)
-
-
 def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> None:
     """Write the folder `out` at once: it is there whole, or as it was before.
 
@@ -154,7 +145,7 @@ def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> N
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
         new.mkdir()
-        (new / "manifest.json").write_text(json.dumps(_finite(manifest), indent=2, allow_nan=False) + "\n")
+        (new / "manifest.json").write_text(json.dumps(finite(manifest), indent=2, allow_nan=False) + "\n")
         (new / "serve.py").write_text(SERVE_PY)
         (new / "evidence").mkdir()
         shutil.copyfile(spec.workload.prompts, new / PROMPTS)
@@ -169,12 +160,3 @@ def _other_args(spec: StudySpec) -> dict[str, Any]:
     """Engine arguments that have no key of their own, with what every measurement is made under."""
     rest = {name: value for name, value in spec.engine.args.items() if name not in ARGS_WITH_KEYS}
     return {**rest, "enable_prefix_caching": False}
-
-
-def _finite(value: Any) -> Any:
-    """`value` with every NaN and infinity as None, which is what they mean in a manifest."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

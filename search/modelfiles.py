@@ -25,11 +25,7 @@ def model_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name))
     except Exception as error:
-        raise EngineError(
-            "bad-setting",
-            f"Model {name} is no local folder and could not be fetched from the Hugging Face hub "
-            f"({type(error).__name__}).",
-        ) from error
+        raise EngineError("bad-setting", _not_fetched(name, error)) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -39,10 +35,35 @@ def read_config(folder: Path) -> dict[str, Any]:
         EngineError: it is missing or is not JSON.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError("bad-setting", f"{folder} holds no readable config.json.") from error
+    if not isinstance(config, dict) or not isinstance(text_config(config), dict):
+        raise EngineError("bad-setting", f"{folder / 'config.json'} is no model's configuration.")
     return config
+
+
+def read_hub_config(name: str) -> dict[str, Any]:
+    """A model's config.json: of a local folder, or alone from the Hugging Face hub.
+
+    Raises:
+        EngineError: it cannot be had.
+    """
+    if name.startswith((".", "/")) or Path(name).is_dir():
+        return read_config(model_folder(name))
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return read_config(Path(hf_hub_download(name, "config.json")).parent)
+    except Exception as error:
+        raise EngineError("bad-setting", _not_fetched(name, error)) from error
+
+
+def _not_fetched(name: str, error: Exception) -> str:
+    return (
+        f"Model {name} is no local folder and could not be fetched from the Hugging Face hub ({type(error).__name__}); "
+        "a gated model needs its licence accepted and HF_TOKEN set."
+    )
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ STAGE_WORDS = {
 
 
 def search_words(summary: Summary) -> list[str]:
-    """What a search found, in three lines at most."""
+    """What a search found, in four lines at most."""
     counts, best, reference = summary.counts, summary.best, summary.reference
     marked = "SIMULATED " if summary.simulated else ""
     lines = [
@@ -39,6 +39,10 @@ def search_words(summary: Summary) -> list[str]:
         f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
         f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
     ]
+    if summary.warnings:
+        first, more = summary.warnings[0], len(summary.warnings) - 1
+        others = f" ({more} more trials have warnings)" if more else ""
+        lines.append(f"WARNING, trial {first['trial']}: {first['warning']}{others}.")
     if best is None:
         return [*lines, "No setting passed the gate: there is no best trial. Raise the ceiling, or widen the ranges."]
     assert reference.tps is not None
@@ -64,6 +68,8 @@ def verdict(outcome: Outcome) -> str:
         text += f": {outcome.tps:.1f} tok/s, perplexity {outcome.ppl:.4f}"
     else:
         text += f": failed ({outcome.reason})"
+    if outcome.warning:
+        text += f"; WARNING: {outcome.warning}"
     return text + (f" (as in trial {outcome.reused_from})" if outcome.reused_from is not None else "")
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
 
@@ -35,9 +34,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--confirm", type=int, metavar="N", help="finalists to measure again, served (default 3; 0: none)")
     p.add_argument("--timeout", type=float, metavar="S", help="ask for no further trial after S seconds")
     p.add_argument("--sampler", choices=("tpe", "random"), help="who proposes settings (default tpe)")
-    p.add_argument("--engine", choices=("vllm", "simulated"), help="what is measured (default vllm)")
+    p.add_argument("--engine", metavar="NAME", help="vllm (default), simulated, or module:Class of another")
     p.add_argument("--ppl-ceiling", type=float, metavar="X", help="absolute ceiling, instead of the study's")
     p.add_argument("--seed", type=int, metavar="N", help="seed of the sampler and the engine (default 0)")
+    p.add_argument("--logs", type=Path, metavar="DIR", help="folder for the workers' logs (default logs)")
     add_output_arguments(p)
     return p
 
@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         resolved = {**DEFAULTS, **chosen}
         if resolved["trials"] < 1:
             fail("--trials must be at least 1.")
+        if resolved["engine"] not in ("vllm", "simulated") and ":" not in resolved["engine"]:
+            fail(f"--engine must be vllm, simulated or module:Class, not {resolved['engine']!r}.")
         if resolved["confirm"] < 0:
             fail("--confirm must be at least 0.")
         if args.ppl_ceiling is not None and not args.ppl_ceiling > 1:
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         spec = read_study(path)
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
+        from search.interrupt import EXIT_CODE, interruptible
         from search.progress import make_progress
         from search.store import safe_url
         from search.study import Options, search
@@ -72,9 +75,8 @@ def main(argv: list[str] | None = None) -> int:
                 ", ".join(f"{k} {v}" + ("" if k in chosen else " (default)") for k, v in shown.items())
                 + (f", timeout {args.timeout:g} s" if args.timeout is not None else "")
             )
-            if resolved["engine"] == "simulated":
+            if resolved["engine"] != "vllm":
                 progress.note("SIMULATED ENGINE: every figure below is made up; nothing is measured.")
-            signal.signal(signal.SIGTERM, _interrupt)
             options = Options(
                 trials=resolved["trials"],
                 confirm=resolved["confirm"],
@@ -83,13 +85,14 @@ def main(argv: list[str] | None = None) -> int:
                 sampler=resolved["sampler"],
                 seed=resolved["seed"],
                 timeout_s=args.timeout,
-                logs=Path("logs"),
+                logs=args.logs or Path("logs"),
             )
-            summary = search(spec, options, progress)
+            with interruptible():
+                summary = search(spec, options, progress)
         except KeyboardInterrupt:
             progress.close()
             progress.note("Interrupted. Everything measured so far is kept; the same command goes on from here.")
-            return 130
+            return EXIT_CODE
         finally:
             progress.close()
         for line in closing_words(summary, args.study, resolved["storage"]):
@@ -122,10 +125,6 @@ def closing_words(summary: Summary, study: str | None, storage: str) -> list[str
         f"with a chance of {winner.p_pass:.1%}.",
         export,
     ]
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

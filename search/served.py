@@ -23,7 +23,7 @@ Tell = Callable[[str, int, int], None]  # what is being measured, how much of it
 
 @dataclass
 class Served:
-    """Timed passes over a set of prompts: seconds and tokens by prompt id.
+    """Timed passes over a set of prompts: seconds and tokens by prompt id; the first pass may hold more prompts.
 
     `machine_s[i]` is how long the probe took during pass i: reading the first prompt and giving one token. That is the
     same work whenever the same folder is served, and says how fast the machine was.
@@ -37,11 +37,12 @@ class Served:
     stable: bool = True  # every pass gave the same tokens
 
     def at(self, machine_s: float, prompts: Sequence[Prompt]) -> list[dict[str, float]]:
-        """The passes over `prompts`, as they would have gone on a machine whose probe takes `machine_s`."""
+        """The passes that hold `prompts`, as they would have gone on a machine whose probe takes `machine_s`."""
         ids = [prompt.id for prompt in prompts]
         return [
             {p: seconds[p] * machine_s / now for p in ids}
             for seconds, now in zip(self.passes, self.machine_s, strict=True)
+            if ids[0] in seconds
         ]
 
     @property
@@ -55,8 +56,12 @@ class Served:
         return self.draft_tokens / self.drafts if self.drafts else 0.0
 
 
-def time_prompts(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int, tell: Tell) -> Served:
+def time_prompts(
+    endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int, tell: Tell, once: Sequence[Prompt] = ()
+) -> Served:
     """Warm up, then time all prompts, one at a time and in one order, until the mean over passes is narrow.
+
+    Prompts that are timed `once` follow the others in the first pass.
 
     Raises:
         EndpointError: an answer was not what was asked for.
@@ -65,11 +70,12 @@ def time_prompts(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: i
     for prompt in prompts[:WARMUPS]:
         endpoint.complete(prompt.token_ids, output_tokens)
     counted = endpoint.draft_counts()
-    while len(served.passes) < MOST_PASSES and not _narrow(served):
+    while len(served.passes) < MOST_PASSES and not _narrow(served, prompts):
         seconds: dict[str, float] = {}
         probes = []
-        for number, prompt in enumerate(prompts):
-            tell(f"pass {len(served.passes) + 1}", number, len(prompts))
+        in_pass = prompts if served.passes else [*prompts, *once]
+        for number, prompt in enumerate(in_pass):
+            tell(f"pass {len(served.passes) + 1}", number, len(in_pass))
             if number % PROBE_EVERY == 0:
                 probes.append(endpoint.complete(prompts[0].token_ids, 1).latency_s)
             found = endpoint.complete(prompt.token_ids, output_tokens)
@@ -106,6 +112,11 @@ def path_shift(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int
     return abs(math.fsum(scored) - math.fsum(said)) / (output_tokens * len(said))
 
 
+def tps(seconds: Mapping[str, float], output_tokens: int) -> float:
+    """Tokens a second of one pass over prompts, each decoded to `output_tokens` tokens."""
+    return len(seconds) * output_tokens / math.fsum(seconds.values())
+
+
 def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[float, float]:
     """How far throughput falls from tune to held-out prompts, and the least fall that the prompts' spread allows.
 
@@ -121,11 +132,8 @@ def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[floa
     return found, found - 1.96 * math.hypot(*errors)
 
 
-def _narrow(served: Served) -> bool:
+def _narrow(served: Served, prompts: Sequence[Prompt]) -> bool:
     if len(served.passes) < LEAST_PASSES:
         return False
-    logs = [
-        math.log(math.fsum(seconds.values()) / now)
-        for seconds, now in zip(served.passes, served.machine_s, strict=True)
-    ]
+    logs = [math.log(math.fsum(seconds.values())) for seconds in served.at(1.0, prompts)]
     return statistics.stdev(logs) / math.sqrt(len(logs)) <= NARROW

@@ -10,6 +10,7 @@ import os
 import random
 import runpy
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -20,11 +21,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from search.data import json_hash
 from search.engine.preload import with_preload
+from search.engine.protocol import EngineError
+from search.errors import UsageError
+from search.folder import read_manifest
 from search.knobs import TOP_K, WINDOW
 from search.modelfiles import file_hash, model_folder, read_config, text_config
 
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER, HOST = "vllm.entrypoints.openai.api_server", "127.0.0.1"
 # Engine arguments that have an environment key of their own; the rest stand in ENGINE_ARGS.
 ARGS_WITH_KEYS = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
 READY_WAIT_S = 1800.0
@@ -33,7 +38,10 @@ WARMUP_PROMPT_TOKENS = 16
 
 def serve(folder: Path) -> None:
     """Serve the manifest in `folder` until interrupted; arguments of this process go on to vLLM."""
-    manifest = json.loads((folder / "manifest.json").read_text())
+    try:
+        manifest = read_manifest(folder)
+    except UsageError as error:
+        sys.exit(f"error: {error}")
     os.environ.update(with_preload({**os.environ, **manifest["env"]}))  # the engine is a child process
     hashes = manifest["evidence"]["hashes"]
     target = _checked(manifest["model_id"], hashes["model"])
@@ -41,9 +49,14 @@ def serve(folder: Path) -> None:
     speculation = json.loads(manifest["env"].get("SPECULATIVE_CONFIG", "null"))
     if speculation:
         source = _checked(speculation["model"], hashes["drafter"])
-        drafter = derive_drafter(source, folder / "drafter", drafter_values(manifest["env"]))
+        values = drafter_values(manifest["env"])
+        # vLLM's compile cache is keyed by paths. A relative one that names the content is the same wherever the folder
+        # stands, so that the same code is served again; a fresh compilation can take another token path.
+        os.chdir(folder)
+        drafter = derive_drafter(source, Path(f"drafter-{json_hash([hashes['drafter'], values])}"), values)
     arguments = server_arguments(manifest, target, drafter) + sys.argv[1:]
     port = int(arguments[len(arguments) - arguments[::-1].index("--port")])
+    _check_port(port)
     vocabulary = int(text_config(read_config(target))["vocab_size"])
     threading.Thread(target=_warm_up, args=(manifest, port, vocabulary), daemon=True).start()
     sys.argv = [SERVER, *arguments]
@@ -81,7 +94,7 @@ def server_arguments(manifest: Mapping[str, Any], target: Path, drafter: Path | 
     args: dict[str, Any] = {
         "model": str(target),
         "served_model_name": manifest["served_model_name"],
-        "host": "127.0.0.1",
+        "host": HOST,
         "port": manifest["port"],
         **{name: env[name.upper()] for name in ARGS_WITH_KEYS if name.upper() in env},
         **json.loads(env["ENGINE_ARGS"]),
@@ -104,10 +117,23 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
+def _check_port(port: int) -> None:
+    """End with a sentence where another program has the port: now, and not when the model is loaded."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            sys.exit(f"error: Port {port} cannot be listened at ({error}): choose another with --port.")
+
+
 def _checked(model: str, expected: str | None) -> Path:
     """The model's folder, if it holds the files that were measured."""
-    folder = model_folder(model)
-    found = file_hash(folder)
+    try:
+        folder = model_folder(model)
+        found = file_hash(folder)
+    except (EngineError, OSError) as error:
+        sys.exit(f"error: {error}")
     if expected is not None and found != expected:
         sys.exit(f"error: {model} is not the model that was measured (hash {found}, evidence says {expected}).")
     return folder
@@ -116,7 +142,7 @@ def _checked(model: str, expected: str | None) -> Path:
 def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
     """Send the manifest's warm-up prompts (random tokens) once the server answers."""
     env = manifest["env"]
-    address = f"http://127.0.0.1:{port}"
+    address = f"http://{HOST}:{port}"
     deadline = time.monotonic() + READY_WAIT_S
     while time.monotonic() < deadline:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, replace
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -12,8 +14,13 @@ import yaml
 from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, content_hash, read_prompts, read_records
 from search.errors import UsageError
 from search.knobs import KNOWN, Knob
+from search.secrets import is_secret_name
 
 T = TypeVar("T")
+MAX_BYTES = 1 << 20  # of a study file
+MAX_NUMBER = 10**9
+MAX_WORDS = 400  # characters of an error, which may quote the file
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it becomes part of file names
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,22 @@ class GateSpec:
 
 
 @dataclass(frozen=True)
+class LimitSpec:
+    """Seconds that each stage may take, and that a worker or server may be silent (no answer, nothing in its log)."""
+
+    build_s: float = 1800.0
+    apply_s: float = 300.0
+    gate_s: float = 3600.0
+    speed_s: float = 3600.0
+    confirm_s: float = 7200.0
+    stall_s: float = 300.0
+
+    def seconds(self, stage: str) -> float:
+        """The limit of a stage, by its name."""
+        return float(getattr(self, f"{stage}_s"))
+
+
+@dataclass(frozen=True)
 class StudySpec:
     """One study file."""
 
@@ -77,6 +100,7 @@ class StudySpec:
     knobs: tuple[Knob, ...]
     workload: WorkloadSpec
     gate: GateSpec
+    limits: LimitSpec
 
     @property
     def folder(self) -> Path:
@@ -133,17 +157,52 @@ def read_study(path: Path) -> StudySpec:
         UsageError: naming the file, the line, the key and what to write instead.
     """
     path = path / "study.yaml" if path.is_dir() else path
-    try:
-        node = yaml.compose(path.read_text())
-    except OSError as error:
-        raise UsageError(f"The study file {path} cannot be read: {error.strerror or error}.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)}).") from error
+    node = _compose(path)
     if node is None:
         raise UsageError(f"The study file {path} is empty.")
     return _study(_Section(path, "", node), path)
+
+
+def line_of(path: Path, key: str) -> int | None:
+    """The line of the study file on which `key` (knobs.sliding_window.high) stands, or the nearest key above it."""
+    node, line = _compose(path), None
+    for part in key.split("."):
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = next(((k, v) for k, v in node.value if k.value == part), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def _compose(path: Path) -> yaml.Node | None:
+    """The file as YAML nodes, which still know their lines; without anchors, which can make a small file huge."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"The study file {path} cannot be read: {error.strerror or error}.") from error
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"The study file {path} is larger than 1 MiB: this is no study file.")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}, line {line}: not UTF-8.") from error
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                line = event.start_mark.line + 1 if event.start_mark else 0
+                raise UsageError(f"{path}, line {line}: aliases (*name) are not supported.")
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        return node
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line_words = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
+        raise UsageError(f"{path}{line_words}: not valid YAML ({problem}).") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: not a study file (nested too deeply).") from error
 
 
 @dataclass
@@ -158,10 +217,16 @@ class _Section:
     def __post_init__(self) -> None:
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(self.node, f"{self.key or 'the file'} must be a mapping of keys to values")
-        self.children = {str(k.value): (k, v) for k, v in self.node.value}
+        self.children: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in self.node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.error(key, f"{self.key or 'the file'} has a key that is no word")
+            if key.value in self.children:
+                raise self.error(key, f"{self.name(key.value)} stands there twice")
+            self.children[key.value] = (key, value)
 
     def error(self, node: yaml.Node, what: str) -> UsageError:
-        return UsageError(f"{self.path}, line {node.start_mark.line + 1}: {what}.")
+        return UsageError(f"{self.path}, line {node.start_mark.line + 1}: {what:.{MAX_WORDS}}.")
 
     def name(self, key: str) -> str:
         return f"{self.key}.{key}" if self.key else key
@@ -173,15 +238,28 @@ class _Section:
                 raise self.error(self.node, f"{self.name(key)} is missing")
             return default
         node = self.children[key][1]
-        value: Any = yaml.safe_load(yaml.serialize(node))
-        if kind is float and type(value) is int:
+        value = self.value(node, key)
+        if kind is float and type(value) is int and abs(value) <= MAX_NUMBER:
             value = float(value)
         if type(value) is not kind:
             wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind)
-            raise self.error(node, f"{self.name(key)} must be {wanted or 'a mapping'}, not {value!r}")
+            raise self.error(node, f"{self.name(key)} must be {wanted or 'a mapping'}, not {value!r:.80}")
+        if type(value) in (int, float) and not abs(cast(float, value)) <= MAX_NUMBER:  # nor is it NaN
+            raise self.error(node, f"{self.name(key)} must be a number up to {MAX_NUMBER:,}, not {value!r:.40}")
+        if isinstance(value, str) and not value.isprintable():
+            raise self.error(node, f"{self.name(key)} holds characters that cannot be printed")
         if least is not None and cast(float, value) < least:
             raise self.error(node, f"{self.name(key)} must be at least {least:g}, not {value!r}")
-        return value
+        found: T = value
+        return found
+
+    def value(self, node: yaml.Node, key: str) -> Any:
+        """What a node holds; tags that YAML's own types do not know are an error."""
+        try:
+            return yaml.safe_load(yaml.serialize(node))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            problem = getattr(error, "problem", None) or "not a value"
+            raise self.error(node, f"{self.name(key)} cannot be read ({problem})") from error
 
     def optional(self, key: str, kind: type[T], *, least: float | None = None) -> T | None:
         self.taken.add(key)
@@ -203,12 +281,15 @@ class _Section:
 
 def _study(top: _Section, path: Path) -> StudySpec:
     name = top.take("name", str)
+    if not NAME.fullmatch(name):
+        raise top.error(top.children["name"][1], f"name must be letters, digits, dots and dashes, not {name!r:.80}")
     engine = _engine(top.section("engine"), path.parent)
     knobs = _knobs(top.section("knobs"), has_drafter=engine.drafter is not None)
     workload = _workload(top.section("workload"), path.parent)
     gate = _gate(top.section("gate"), path.parent)
+    limits = _limits(top)
     top.done()
-    return StudySpec(path, name, engine, knobs, workload, gate)
+    return StudySpec(path, name, engine, knobs, workload, gate, limits)
 
 
 def _engine(section: _Section, folder: Path) -> EngineSpec:
@@ -216,8 +297,25 @@ def _engine(section: _Section, folder: Path) -> EngineSpec:
     drafter = _model(section, "drafter", folder) if "drafter" in section.children else None
     section.taken.add("drafter")
     args = section.take("args", dict, {})
+    for name, value in args.items():
+        node = section.children["args"][1]
+        if not isinstance(name, str) or not _plain(value):
+            raise section.error(
+                node, f"engine.args.{name} must be a number, text, true, false, or lists and maps of them"
+            )
+        if is_secret_name(name):
+            raise section.error(node, f"engine.args.{name} would store a secret with the study: set HF_TOKEN instead")
     section.done()
     return EngineSpec(model, drafter, args)
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON can hold a value as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value))
 
 
 def _model(section: _Section, key: str, folder: Path) -> str:
@@ -304,3 +402,13 @@ def _gate(section: _Section, folder: Path) -> GateSpec:
     if ratio is not None and ratio < 1:
         raise ceiling.error(ceiling.node, f"gate.ceiling.ratio must be at least 1, not {ratio}")
     return GateSpec(records, ppl, ratio)
+
+
+def _limits(top: _Section) -> LimitSpec:
+    if "limits" not in top.children:
+        top.taken.add("limits")
+        return LimitSpec()
+    section = top.section("limits")
+    values = {f.name: section.take(f.name, float, getattr(LimitSpec, f.name), least=1) for f in fields(LimitSpec)}
+    section.done()
+    return LimitSpec(**values)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,17 +18,32 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from search.confirm import confirm
+from search.engine.group import end_marked
 from search.engine.protocol import Setting
-from search.errors import SearchError
+from search.errors import SearchError, SpooledError
+from search.inputs import check_inputs
 from search.knobs import TOP_K, WINDOW, Knob
+from search.owner import owner_lives, owner_name
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import BUSY_TIMEOUT_S, REFERENCE, Confirmation, FrontPoint, Outcome, Store, open_engine, safe_url
+from search.store import (
+    BUSY_TIMEOUT_S,
+    REFERENCE,
+    Confirmation,
+    FrontPoint,
+    Outcome,
+    Spool,
+    Store,
+    cause_of,
+    open_engine,
+    safe_url,
+)
 from search.trial import Laboratory
 
 STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
-FAILURES_IN_A_ROW = 10
-OPEN_ATTEMPTS = 6
+FAILURES_IN_A_ROW = 10  # of one cause
+FAILURES_OF_ANY_CAUSE = 40  # in a row
+OPEN_WAIT_S = 60.0  # for another searcher that is making Optuna's tables
 CONSTRAINT = "ppl"
 
 SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
@@ -81,6 +95,7 @@ class Summary:
     engine_starts: int
     gate: dict[str, int]
     drift: list[dict[str, Any]]
+    warnings: list[dict[str, Any]]
     confirmed: list[Confirmation]
     winner: Confirmation | None
 
@@ -96,6 +111,7 @@ class Summary:
             "best": self.best,
             "confirmed": _confirmed(self.winner),
             "drift": self.drift,
+            "warnings": self.warnings,
             "wall_s": round(self.wall_s, 1),
             "engine_starts": self.engine_starts,
             "gate": self.gate,
@@ -104,7 +120,7 @@ class Summary:
 
 def study_name(spec: StudySpec, engine: str) -> str:
     """The study's name in the database; simulated studies never share one with measured ones."""
-    return f"{spec.name}-simulated" if engine == "simulated" else spec.name
+    return spec.name if engine == "vllm" else f"{spec.name}-simulated"
 
 
 def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summary:
@@ -116,29 +132,70 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
             or ten trials in a row failed.
     """
     started = time.perf_counter()
-    store = Store(open_engine(options.storage), study_name(spec, options.engine))
-    store.define(
-        spec.definition(),
-        {
-            "engine": options.engine,
-            "sampler": options.sampler,
-            "seed": options.seed,
-            "trials": options.trials,
-        },
-    )
-    study = _open_study(options.storage, store.study)
-    _recover(study, store)
-    with Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory:
-        if store.finished() < options.trials:
-            laboratory.measure_reference()
-            if not study.get_trials(deepcopy=False):
-                study.enqueue_trial(default_setting(spec, laboratory.native))
-            observer.opened(store.finished(), options.trials)
-            _loop(spec, options, study, store, laboratory, observer, started)
-        if options.confirm and options.engine != "simulated" and store.front():
-            observer.searched(_summary(store, laboratory.engine_starts, time.perf_counter() - started))
-            confirm(spec, store, laboratory, observer, options.confirm, options.logs)
-        return _summary(store, laboratory.engine_starts, time.perf_counter() - started)
+    if options.engine == "vllm":
+        check_inputs(spec)
+    name = study_name(spec, options.engine)
+    database = open_engine(options.storage)
+    spool = Spool(options.storage, name)
+    store = Store(database, name, spool)
+    with _database_errors(options.storage):
+        _end_orphans(store, observer)
+        store.define(
+            spec.definition(),
+            {"engine": options.engine, "sampler": options.sampler, "seed": options.seed, "trials": options.trials},
+        )
+        if waiting := store.take_in_spool():
+            observer.note(f"Taken in from the spool: {waiting} measurements that the database could not take before.")
+        study = _open_study(options.storage, store.study)
+        _recover(study, store)
+        spool.reserve()
+        try:
+            with Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory:
+                return _search(spec, options, study, store, laboratory, observer, started)
+        finally:
+            spool.release()
+
+
+def _search(
+    spec: StudySpec,
+    options: Options,
+    study: optuna.Study,
+    store: Store,
+    laboratory: Laboratory,
+    observer: StudyObserver,
+    started: float,
+) -> Summary:
+    if store.finished() < options.trials:
+        laboratory.measure_reference()
+        if not study.get_trials(deepcopy=False):
+            study.enqueue_trial(default_setting(spec, laboratory.native))
+        observer.opened(store.finished(), options.trials)
+        _loop(spec, options, study, store, laboratory, observer, started)
+    if options.confirm and options.engine == "vllm" and store.front():
+        observer.searched(_summary(store, laboratory.engine_starts, time.perf_counter() - started))
+        confirm(spec, store, laboratory, observer, options.confirm, options.logs)
+    return _summary(store, laboratory.engine_starts, time.perf_counter() - started)
+
+
+@contextmanager
+def _database_errors(url: str) -> Iterator[None]:
+    """Say in one sentence that the database gave up; what it had taken before is kept."""
+    try:
+        yield
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        raise SearchError(
+            f"The study database {safe_url(url)} failed ({cause_of(error)}). Everything stored before is kept; run the "
+            "same command again when it works."
+        ) from error
+
+
+def _end_orphans(store: Store, observer: StudyObserver) -> None:
+    """End what searchers that died have left running on this machine; nothing that does not carry their mark."""
+    for mark in store.orphan_marks():
+        if end_marked({mark}):
+            store.process_ended(mark)
+        else:
+            observer.note(f"A process of an earlier search does not end (mark {mark}); it may hold the device.")
 
 
 def default_setting(spec: StudySpec, native: Mapping[str, Any]) -> Setting:
@@ -167,32 +224,45 @@ def _loop(
     started: float,
 ) -> None:
     distributions = {knob.name: distribution(knob) for knob in spec.knobs}
-    failures = 0
+    failed: list[Outcome] = []  # in a row
     while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
         slot = store.take_slot(options.trials, owner_name())
         if slot is None:
             return
         trial: optuna.Trial | None = None
         try:
-            study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, failures))
+            study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed)))
             trial = study.ask(distributions)
             store.assign_slot(slot, trial.number)
             outcome = laboratory.run(trial.number, trial.params, slot)
             tell(study, outcome)
+        except SpooledError:
+            raise  # the trial stays open until its outcome is taken in
         except BaseException:
-            if trial is not None:
-                _settle(study, store, trial.number)
-            store.free_unfinished_slot(slot)
+            with suppress(SQLAlchemyError, optuna.exceptions.StorageInternalError):  # then the next start settles it
+                if trial is not None:
+                    _settle(study, store, trial.number)
+                store.free_unfinished_slot(slot)
             raise
         if outcome.state == "FAIL":
             store.free_unfinished_slot(slot)
-            failures += 1
             observer.note(f"Trial {outcome.trial} failed: {outcome.reason}")
-            if failures == FAILURES_IN_A_ROW:
-                raise SearchError(f"{failures} trials in a row failed, the last one thus: {outcome.reason}")
+            failed.append(outcome)
+            _stop_if_hopeless(failed)
             continue
-        failures = 0
+        failed.clear()
         observer.finished(outcome, store.finished(), store.best())
+
+
+def _stop_if_hopeless(failed: list[Outcome]) -> None:
+    """Stop when failures in a row show that more trials would fail too."""
+    last = failed[-1]
+    of_one_cause = len(failed) >= FAILURES_IN_A_ROW and all(
+        outcome.failure == last.failure for outcome in failed[-FAILURES_IN_A_ROW:]
+    )
+    if of_one_cause or len(failed) >= FAILURES_OF_ANY_CAUSE:
+        count = FAILURES_IN_A_ROW if of_one_cause else len(failed)
+        raise SearchError(f"{count} trials in a row failed, the last one thus: {last.reason}")
 
 
 def tell(study: optuna.Study, outcome: Outcome) -> None:
@@ -207,6 +277,8 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
         "tps_high": outcome.tps_high,
         "reused_from": outcome.reused_from,
         "reason": outcome.reason,
+        "failure": outcome.failure,
+        "warning": outcome.warning,
         "simulated": outcome.simulated or None,
     }
     for name, value in attributes.items():
@@ -229,7 +301,8 @@ def _open_study(url: str, name: str) -> optuna.Study:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     connect_args = {"timeout": BUSY_TIMEOUT_S} if url.startswith("sqlite") else {}
-    for attempts_left in reversed(range(OPEN_ATTEMPTS)):
+    deadline = time.monotonic() + OPEN_WAIT_S
+    while True:
         try:
             storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": connect_args})
             study = optuna.create_study(
@@ -240,10 +313,11 @@ def _open_study(url: str, name: str) -> optuna.Study:
                 study.set_metric_names(["tps", "ppl"])
             return study
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError) as error:
-            if not attempts_left:
-                raise SearchError(f"Optuna cannot use the study database {safe_url(url)}: {error}") from error
+            if time.monotonic() > deadline:
+                raise SearchError(
+                    f"Optuna cannot use the study database {safe_url(url)}: {cause_of(error)}."
+                ) from error
             time.sleep(0.5)
-    raise AssertionError("unreachable")
 
 
 def _recover(study: optuna.Study, store: Store) -> None:
@@ -251,15 +325,20 @@ def _recover(study: optuna.Study, store: Store) -> None:
     asked = {trial.number for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])}
     slots = store.slots()  # read after the trials: a slot is taken before its trial is asked
     owners = {slot.trial: slot.owner for slot in slots if slot.trial is not None}
-    asking = any(slot.trial is None and owner_lives(slot.owner) for slot in slots)
+    asking = any(slot.trial is None and _at_work(slot.owner) for slot in slots)
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         owner = owners.get(trial.number)
-        abandoned = not owner_lives(owner) if owner else not asking
+        abandoned = not _at_work(owner) if owner else not asking
         if trial.number in asked and abandoned:
             _settle(study, store, trial.number)
     for slot in slots:
-        if not owner_lives(slot.owner):
+        if not _at_work(slot.owner):
             store.free_unfinished_slot(slot.ordinal)
+
+
+def _at_work(owner: str) -> bool:
+    """Whether a searcher is another one that still runs; what this process left open is an earlier search's."""
+    return owner != owner_name() and owner_lives(owner)
 
 
 def _settle(study: optuna.Study, store: Store, number: int) -> None:
@@ -272,26 +351,6 @@ def _settle(study: optuna.Study, store: Store, number: int) -> None:
     study.tell(number, state=TrialState.FAIL)
     if params:
         study.enqueue_trial(params, user_attrs={"asked_before_as": number})
-
-
-def owner_name() -> str:
-    """This process, told apart from any other that had or will have its pid."""
-    return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
-
-
-def owner_lives(owner: str) -> bool:
-    """Whether the process that `owner_name` named still runs; one on another host is taken to."""
-    host, pid, start = owner.rsplit(" ", 2)
-    return host != socket.gethostname() or _start_time(int(pid)) == start
-
-
-def _start_time(pid: int) -> str:
-    """When a process started (clock ticks since boot), or "" if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
 
 
 def _seed(seed: int, ordinal: int, attempt: int) -> int:
@@ -327,6 +386,7 @@ def _summary(store: Store, engine_starts: int, wall_s: float) -> Summary:
             {"trial": m.trial, **{name: m.figures[name] for name in ("drift", "low", "high", "other_outputs")}}
             for m in store.measurements("speed", "drift")
         ],
+        warnings=[{"trial": o.trial, "warning": o.warning} for o in outcomes if o.warning and o.reused_from is None],
         confirmed=store.confirmations(),
         winner=store.winner(),
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from search import speed
+from search import broken, speed
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
 from search.engine.session import EngineSession
@@ -17,6 +17,10 @@ from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
 from search.stages import Observer, PerplexityStage, PlainStage, ThroughputStage, apply
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, setting_key
+
+T = TypeVar("T")
+ATTEMPTS = 3  # at measuring one trial, where the machine is at fault
+FAILURES_A_SETTING = 2  # for one cause, after which it is not tried any more
 
 
 class Laboratory:
@@ -27,7 +31,7 @@ class Laboratory:
     ) -> None:
         self._spec = spec
         self._store = store
-        self._simulated = engine == "simulated"
+        self._simulated = engine != "vllm"
         load = Load(
             model=spec.engine.model,
             drafter=spec.engine.drafter,
@@ -39,13 +43,16 @@ class Laboratory:
         def announce() -> None:
             observer.stage(REFERENCE, {}, "start", 0, 1)
 
-        self._session = EngineSession(engine, load, logs, announce, self._store_environment)
+        self._session = EngineSession(
+            engine, load, spec.limits, logs, store, announce, self._store_environment, observer.note
+        )
         self._perplexity = PerplexityStage(spec, self._session, store, observer)
         self._throughput = ThroughputStage(spec, self._session, store, observer)
         self.plain = PlainStage(self._session, store, observer)
         self._observer = observer
         self._probe = spec.prompts()[0]
         self._ceiling = float("nan")
+        self._gated: int | None = None  # the trial whose gate was stored last
 
     def __enter__(self) -> Laboratory:
         return self
@@ -91,59 +98,112 @@ class Laboratory:
     def run(self, trial: int, setting: Mapping[str, Any], slot: int) -> Outcome:
         """Measure one setting; the outcome and every stage's row are in the store when this returns.
 
+        Where the machine is at fault and not the setting (a worker that was killed from outside, say), it is measured
+        again. A setting that failed twice for one cause is not measured any more.
+
         Raises:
-            SearchError: no engine can be started any more.
+            SearchError: no engine can be started any more, or the store cannot be written: rows then wait in the spool.
         """
         started = time.perf_counter()
         asked = canonical(setting, self.native)
         known = self._store.measured(asked)
+        rows: list[Measurement] = []
         if known is not None:
             outcome = self._reused(trial, known, started)
-            self._store.finish(outcome, slot=slot)
-            return outcome
-        rows: list[Measurement] = []
-        try:
-            outcome = self._measure(trial, asked, rows, started)
-        except WorkerError as error:
-            outcome = self._outcome(trial, asked, started, "FAIL", reason=f"{error.kind}: {error}")
-        except KeyboardInterrupt:
-            for row in rows:
-                self._store.add(row)
-            raise
+        elif (cause := self._hopeless(asked)) is not None:
+            outcome = self._outcome(
+                trial, asked, started, "FAIL", reason=f"not tried: it failed twice before ({cause})"
+            )
+            outcome.failure = cause
+        else:
+            try:
+                outcome = self.insist(f"Trial {trial}", lambda: self._measure(trial, asked, rows, started))
+            except WorkerError as error:
+                outcome = self._failed(trial, asked, started, error)
+            except KeyboardInterrupt:
+                self._store.spool(rows)
+                raise
         self._store.finish(outcome, rows, slot if outcome.state != "FAIL" else None)
         return outcome
 
+    def _hopeless(self, setting: Setting) -> str | None:
+        """The cause for which a setting has failed often enough, if there is one."""
+        failures = self._store.failures(setting)
+        return next((cause for cause in failures if failures.count(cause) >= FAILURES_A_SETTING), None)
+
+    def insist(self, what: str, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, which is made again where the machine is at fault and not what is asked of it.
+
+        Raises:
+            WorkerError: it failed for another cause, or too often.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                return attempt()
+            except WorkerError as error:
+                if error.kind != "infrastructure" or not left:
+                    raise
+                self._observer.note(f"{what} is measured again: {error}")
+        raise AssertionError("unreachable")
+
     def _apply(self, trial: int, setting: Setting) -> Setting:
-        self._session.loaded()
-        self._observer.stage(trial, setting, "apply", 0, 1)
-        return apply(self._session, setting, self._probe)
+        with self._session.within("apply"):
+            self._observer.stage(trial, setting, "apply", 0, 1)
+            return apply(self._session, setting, self._probe)
 
     def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float) -> Outcome:
         effective = self._apply(trial, setting)
-        verdict, row = self._perplexity.measure(trial, setting, effective)
-        rows.append(row)
+        with self._session.within("gate"):
+            verdict, row = self._perplexity.measure(trial, setting, effective)
+        if self._gated != trial:  # a trial that is measured again has its row
+            self._store.add_all([row])
+            self._gated = trial
         ppl, excess = verdict.ppl, verdict.excess
+        warning = broken.senseless_perplexity(ppl, self._session.loaded().vocabulary)
         if verdict.outcome != "under":
             reason = verdict.reason(self._ceiling)
-            return self._outcome(trial, setting, started, "PRUNED", ppl=ppl, excess=excess, reason=reason)
-        drift = self._throughput.time_reference_again(trial)
+            return self._outcome(
+                trial, setting, started, "PRUNED", ppl=ppl, excess=excess, reason=reason, warning=warning
+            )
+        with self._session.within("speed"):
+            drift = self._throughput.time_reference_again(trial)
         if drift is not None:
             rows.append(drift)
             self._apply(trial, setting)
-        found, timed, remark = self._throughput.measure(trial, setting, effective, self._store.fastest_within(ppl))
-        rows += timed
-        return self._outcome(trial, setting, started, "COMPLETE", ppl=ppl, excess=excess, found=found, reason=remark)
+        with self._session.within("speed"):
+            found, remark, warning = self._throughput.measure(
+                trial, setting, effective, self._store.fastest_within(ppl), rows
+            )
+        return self._outcome(
+            trial, setting, started, "COMPLETE", ppl=ppl, excess=excess, found=found, reason=remark, warning=warning
+        )
+
+    def _failed(self, trial: int, setting: Setting, started: float, error: WorkerError) -> Outcome:
+        outcome = self._outcome(trial, setting, started, "FAIL", reason=f"{error.kind} in {error.stage}: {error}")
+        outcome.failure, outcome.failed_stage, outcome.log = error.kind, error.stage, str(error.log)[-500:]
+        return outcome
 
     def _measure_reference(self) -> None:
         started = time.perf_counter()
-        setting = canonical({DRAFTS: 0}, self.native)
-        try:
+
+        def measure() -> tuple[Setting, Measurement, speed.Throughput, list[Measurement]]:
+            setting = canonical({DRAFTS: 0}, self.native)
             effective = self._apply(REFERENCE, setting)
-            gated = self._perplexity.measure_reference(setting, effective)
-            found, rows = self._throughput.measure_reference(setting, effective)
+            with self._session.within("gate"):
+                gated = self._perplexity.measure_reference(setting, effective)
+            with self._session.within("speed"):
+                return setting, gated, *self._throughput.measure_reference(setting, effective)
+
+        try:
+            setting, gated, found, rows = self.insist("The reference setting", measure)
         except WorkerError as error:
             raise SearchError(f"The reference setting could not be measured: {error}") from error
         ppl = gated.figures["ppl"]
+        senseless = broken.senseless_perplexity(ppl, self._session.loaded().vocabulary)
+        if senseless:
+            raise SearchError(
+                f"The model is broken at its reference setting: {senseless}. Check its weights and tokenizer."
+            )
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
         self._store.finish(outcome, [gated, *rows])
@@ -159,6 +219,7 @@ class Laboratory:
         excess: float | None = None,
         found: speed.Throughput | None = None,
         reason: str | None = None,
+        warning: str | None = None,
     ) -> Outcome:
         return Outcome(
             study=self._store.study,
@@ -175,6 +236,7 @@ class Laboratory:
             prompts=found.prompts if found else None,
             reused_from=None,
             reason=reason[:1000] if reason else None,
+            warning=warning,
             wall_s=time.perf_counter() - started,
             simulated=self._simulated,
         )
@@ -186,11 +248,11 @@ class Laboratory:
             trial, known.setting, started, known.state, ppl=known.ppl, excess=known.excess, reason=reason
         )
         outcome.tps, outcome.tps_low, outcome.tps_high = known.tps, known.tps_low, known.tps_high
-        outcome.prompts, outcome.reused_from = known.prompts, known.trial
+        outcome.prompts, outcome.reused_from, outcome.warning = known.prompts, known.trial, known.warning
         return outcome
 
     def _store_environment(self, loaded: Loaded) -> int:
-        return self._store.add(
+        return self._store.add_environment(
             Environment(
                 study=self._store.study,
                 simulated=self._simulated,

@@ -25,11 +25,11 @@ from search.data import (
 )
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import EngineError
-from search.errors import UsageError
+from search.folder import PROMPTS, RECORDS, manifest_hash, read_manifest
 from search.identity import Plain, compare_tokens
 from search.knobs import DRAFTS
-from search.manifest import PROMPTS, RECORDS, manifest_hash
 from search.modelfiles import file_hash, model_folder
+from search.spec import LimitSpec
 
 SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
 SAME_MACHINE = (0.7, 1.4)  # speed, relative to the claim's machine, that a claim can be carried over
@@ -64,13 +64,10 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     Raises:
         UsageError: a file cannot be read, or the manifest lacks what every exported one has.
     """
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        evidence = manifest["evidence"]
-        tokens = int(evidence["output_tokens"])
-        claimed = evidence["tps"]["claimed"] if manifest["confirmed"] is True else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder / 'manifest.json'} is no manifest that search.export wrote: {error}.") from error
+    manifest = read_manifest(folder)
+    evidence = manifest["evidence"]
+    tokens = evidence["output_tokens"]
+    claimed = evidence["tps"]["claimed"] if manifest["confirmed"] is True else None
     found = Verification()
     conversations = read_conversations(prompts_file) if prompts_file and prompts_file.suffix == ".json" else {}
     prompts = [] if conversations else _held_out(read_prompts(prompts_file or folder / PROMPTS))
@@ -83,7 +80,7 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     logs = folder / "logs"
     try:
         say("Starting the folder's own server …")
-        with Endpoint(folder, logs / "verify.log") as endpoint:
+        with Endpoint(folder, logs / "verify.log", LimitSpec()) as endpoint:
             prompts += [Prompt(i, TUNE, tuple(endpoint.tokenize(text))) for i, text in conversations.items()]
             own = {"own_prompts": prompts_file is None, "own_records": records_file is None}
             speed = _check_served(found, endpoint, manifest, prompts, records, tokens, say, **own)
@@ -91,7 +88,7 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
             say("Starting the same model without drafts …")
             with tempfile.TemporaryDirectory(prefix="vllm-pareto-") as scratch:
                 plain_folder = _without_drafts(folder, manifest, Path(scratch) / "plain")
-                with Endpoint(plain_folder, logs / "verify-plain.log") as endpoint:
+                with Endpoint(plain_folder, logs / "verify-plain.log", LimitSpec()) as endpoint:
                     _check_tokens(found, endpoint, speed.tokens, prompts[:PLAIN_PROMPTS], tokens)
     except EndpointError as error:
         found.check("served", "answers", "failed", good=False, reason=str(error))
@@ -108,8 +105,8 @@ def _check_files(found: Verification, folder: Path, manifest: Mapping[str, Any])
     drafter = speculation["model"] if speculation else None
     actual = {
         "manifest": ("manifest.json", manifest_hash(manifest)),
-        "prompts": ("the prompts file", _hash(folder / PROMPTS)),
-        "records": ("the records file", _hash(folder / RECORDS)),
+        "prompts": ("the prompts file", content_hash(folder / PROMPTS)),
+        "records": ("the records file", content_hash(folder / RECORDS)),
         "model": (f"the model {manifest['model_id']}", _model_hash(manifest["model_id"])),
         "drafter": (f"the drafter {drafter}", _model_hash(drafter) if drafter else None),
     }
@@ -240,7 +237,7 @@ def _check_tokens(
 
 def _without_drafts(folder: Path, manifest: Mapping[str, Any], out: Path) -> Path:
     """A copy of the folder that serves the same model and window without drafter."""
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("logs", "drafter"))
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("logs", "drafter-*"))
     env = {k: v for k, v in manifest["env"].items() if k not in ("SPECULATIVE_CONFIG", "CENTROID_TOP_K")}
     (out / "manifest.json").write_text(json.dumps({**manifest, "env": env}))
     return out
@@ -248,13 +245,6 @@ def _without_drafts(folder: Path, manifest: Mapping[str, Any], out: Path) -> Pat
 
 def _knobs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in values.items())
-
-
-def _hash(path: Path) -> str:
-    try:
-        return content_hash(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _model_hash(name: str) -> str | None:

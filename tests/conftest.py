@@ -36,17 +36,13 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def study_folder(tmp_path: Path) -> Path:
-    """A study folder with 24 tune prompts, 2 held-out ones and 16 records of random tokens."""
+def write_texts(folder: Path) -> None:
+    """24 tune prompts, 2 held-out ones and 16 records of random tokens."""
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(4096) for _ in range(count)]
 
-    folder = tmp_path / "study"
-    folder.mkdir()
-    (folder / "study.yaml").write_text(STUDY)
     splits = ["tune"] * 24 + ["held-out"] * 2
     write_lines(
         folder / "prompts.jsonl",
@@ -56,6 +52,15 @@ def study_folder(tmp_path: Path) -> Path:
         folder / "records.jsonl",
         [{"id": f"r{i}", "context_token_ids": tokens(32), "target_token_ids": tokens(16)} for i in range(16)],
     )
+
+
+@pytest.fixture
+def study_folder(tmp_path: Path) -> Path:
+    """A study folder with the texts of `write_texts`."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "study.yaml").write_text(STUDY)
+    write_texts(folder)
     return folder
 
 

@@ -32,8 +32,12 @@ class InProcess:
     def __init__(self, seed):
         self._seed = seed
         self._engine = simulated.SimulatedEngine()
-        self._engine.load(Load(model="", drafter="", args={}, limits={"num_speculative_tokens": 10}, seed=seed))
+        load = Load(model="", drafter="", args={}, limits={"num_speculative_tokens": 10}, seed=seed)
+        self._loaded = self._engine.load(load)
         self._engine._decoded = random.Random(seed).randrange(500)  # somewhere on the drift's wave
+
+    def loaded(self):
+        return self._loaded
 
     def ask(self, request, expect):
         if not isinstance(request, Decode):
@@ -57,16 +61,15 @@ class Study:
         monkeypatch.setattr(simulated, "DRIFT", 0.0)  # figures are relative to the machine as it is now
         self._store = Store(open_engine("sqlite://"), "s")
         self._stage = ThroughputStage(spec, InProcess(seed), self._store, Silent())
-        for row in self._stage.measure_reference(REFERENCE, REFERENCE)[1]:
-            self._store.add(row)
+        self._store.add_all(self._stage.measure_reference(REFERENCE, REFERENCE)[1])
         self._stage.recall()
         monkeypatch.setattr(simulated, "DRIFT", 0.1)
 
     def measure(self, trial, rival=None):
         setting = SETTINGS[trial]
-        found, rows, _ = self._stage.measure(trial, setting, setting, rival)
-        for row in rows:
-            self._store.add(row)
+        rows = []
+        found, _, _ = self._stage.measure(trial, setting, setting, rival, rows)
+        self._store.add_all(rows)
         return found
 
     def compare(self, trial, other):

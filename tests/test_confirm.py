@@ -29,6 +29,9 @@ class MadeUpLaboratory:
     def scores(self, setting, records):
         return {r.id: RecordScore(float(len(r.target)), len(r.target)) for r in records}
 
+    def insist(self, what, attempt):
+        return attempt()
+
     def end_worker(self):
         self.ended += 1
 
@@ -49,7 +52,9 @@ def confirm(study_folder, tmp_path, monkeypatch):
     spec = read_study(study_folder)
     store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
     hashes = {"model_hash": "aa", "drafter_hash": "bb", "build_hash": "cc"}
-    environment = store.add(Environment(study="s", simulated=False, native={}, facts={}, start_s=1.0, **hashes))
+    environment = store.add_environment(
+        Environment(study="s", simulated=False, native={}, facts={}, start_s=1.0, **hashes)
+    )
     common = {"study": "s", "wall_s": 1.0, "state": "COMPLETE", "ceiling": 2.8, "ppl": 2.7183, "simulated": False}
     store.finish(Outcome(trial=REFERENCE, setting={}, setting_key="r", tps=100.0, **common))
     for trial, top_k in enumerate((16, 32)):

@@ -18,7 +18,7 @@ def test_a_conversation_is_its_first_human_turn(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[", "cannot be read"),
+        ("[", "is not JSON"),
         ("[]", "holds no conversations"),
         ('{"a": 1}', "holds no conversations"),
         ('[{"conversations": [{"from": "gpt", "value": "x"}]}]', "conversation 0: it has no turn of a human"),

@@ -2,8 +2,8 @@
 
 import os
 import signal
+import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -42,33 +42,63 @@ def test_a_refused_setting_leaves_the_worker_usable(worker):
     assert worker.ask(Apply(setting=SETTING, probe=[1], probe_tokens=1), Applied, 30).effective == SETTING
 
 
-def test_a_killed_worker_is_a_crash_that_names_the_log(worker):
+def python_of(worker):
+    """The worker's own process: the group is it and its leash."""
+    (pid,) = worker.members - {worker._group.pid}
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("sign", "kind"),
+    [(signal.SIGKILL, "infrastructure"), (signal.SIGTERM, "infrastructure"), (signal.SIGSEGV, "crash")],
+)
+def test_who_ended_a_worker_tells_whose_fault_it_was(worker, sign, kind):
     load(worker)
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"killed by SIGKILL.*worker\.log") as caught:
+    os.kill(python_of(worker), sign)
+    with pytest.raises(WorkerError, match=rf"score; killed by {sign.name}.*worker\.log") as caught:
         worker.ask(Score(record="r", context=[1], target=[2]), Scored, 30)
-    assert (caught.value.kind, caught.value.fatal) == ("crash", True)
+    assert (caught.value.kind, caught.value.fatal) == (kind, True)
 
 
 def test_a_silent_worker_is_a_hang_and_is_ended(worker):
     load(worker)
-    os.kill(worker.pid, signal.SIGSTOP)
+    os.kill(python_of(worker), signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="did not answer") as caught:
-        worker.ask(Score(record="r", context=[1], target=[2]), Scored, 0.5)
+    with pytest.raises(WorkerError, match="silent for 0 s") as caught:
+        worker.ask(Score(record="r", context=[1], target=[2]), Scored, 0.4)
     assert caught.value.kind == "hang"
     assert time.monotonic() - started < 5
-    assert not Path(f"/proc/{worker.pid}").exists()
+    assert worker.members == set()
+
+
+def test_a_worker_that_prints_is_not_silent_but_its_time_can_be_up(worker):
+    load(worker)
+    os.kill(python_of(worker), signal.SIGSTOP)
+    printing = threading.Event()
+
+    def write():
+        while not printing.wait(0.1):
+            with worker.log.open("a") as log:
+                log.write("still loading\n")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="its time was up"):
+        worker.ask(Score(record="r", context=[1], target=[2]), Scored, 1.5, time.monotonic() + 4)
+    printing.set()
+    thread.join()
+    assert 3.5 < time.monotonic() - started < 6
 
 
 def test_ending_a_worker_twice_is_harmless(worker):
     load(worker)
     worker.end()
     worker.end()
-    assert not Path(f"/proc/{worker.pid}").exists()
+    assert worker.members == set()
 
 
 def test_the_worker_ignores_ctrl_c_of_the_terminal(worker):
     load(worker)
-    os.kill(worker.pid, signal.SIGINT)
+    os.killpg(worker._group.pid, signal.SIGINT)
     assert worker.ask(Score(record="r", context=[1], target=[2]), Scored, 30).tokens == 1

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from search.errors import RefusedError
-from search.manifest import build_manifest, environment_keys, manifest_hash, write_manifest
+from search.folder import manifest_hash
+from search.manifest import build_manifest, environment_keys, write_manifest
 from search.serving import derive_drafter, drafter_values, server_arguments
 from search.spec import read_study
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine
@@ -41,7 +42,7 @@ def store(tmp_path):
     """A study with one measured trial, 17, that is not confirmed."""
     store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
     facts = {"vllm": "0.32.0", "transformers": "5.19.0", "torch": "2.13.0+cpu"}
-    environment = store.add(
+    environment = store.add_environment(
         Environment(
             study="s",
             simulated=False,

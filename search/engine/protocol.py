@@ -65,14 +65,21 @@ class Decode(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """The engine stands. `native` is what the model itself declares for each knob."""
+    """The engine stands. `native` is what the model itself declares for each knob.
+
+    `step_bytes` are the weights that every decoding step reads, at the least, and `bandwidth` is the peak of the memory
+    that they lie in (bytes a second); None where they are not known.
+    """
 
     native: Setting
+    vocabulary: int
     model_hash: str
     drafter_hash: str | None
     build_hash: str
     environment: dict[str, Any]
     start_s: float
+    step_bytes: int | None = None
+    bandwidth: float | None = None
 
 
 class Applied(Message, frozen=True):
@@ -95,7 +102,7 @@ class Decoded(Message, frozen=True):
     """One timed prompt. `latency_s` is wall time from submission to the last token, prefill included.
 
     `drafts` counts verify steps that carried drafts, `draft_tokens` the tokens drafted in them, and
-    `accepted_per_pos[i]` how often the draft at position i was accepted.
+    `accepted_per_pos[i]` how often the draft at position i was accepted. `distinct_4grams` is a share of the output's.
     """
 
     prompt_id: str
@@ -105,6 +112,7 @@ class Decoded(Message, frozen=True):
     drafts: int
     draft_tokens: int
     accepted_per_pos: list[int]
+    distinct_4grams: float
     token_ids: list[int] = []
     gaps: list[float] = []
 
@@ -116,7 +124,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-FAILURE_KINDS = ("bad-setting", "out-of-memory", "mismatch", "impossible-figure", "crash", "hang")
+FAILURE_KINDS = ("bad-setting", "out-of-memory", "mismatch", "impossible-figure", "crash", "hang", "infrastructure")
 
 
 class EngineError(Exception):

@@ -3,38 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from search.engine.group import Ledger
 from search.engine.process import R, Worker, WorkerError
 from search.engine.protocol import Load, Loaded, Request
 from search.errors import SearchError
+from search.spec import LimitSpec
 
-LOAD_TIMEOUT_S = 1800.0
-ANSWER_TIMEOUT_S = 300.0
+START_ATTEMPTS = 3  # where the machine is at fault, not what is asked of it
+START_PAUSE_S = 2.0  # before another
 
 
 class EngineSession:
     """At most one worker with one engine; whoever made it calls `end`.
 
     Args:
-        engine: a key of `search.engine.worker.ENGINES`.
+        engine: what `search.engine.process.Worker` takes.
         load: how to build the engine, each time it is started.
+        limits: how long each stage may take, and how long the worker may be silent.
         logs: folder for the workers' logs.
+        ledger: told of the workers' processes.
         on_start: called before an engine starts.
         on_loaded: called with what the engine said of itself; returns the id of its environment row.
+        note: called with what is worth a line.
     """
 
     def __init__(
-        self, engine: str, load: Load, logs: Path, on_start: Callable[[], None], on_loaded: Callable[[Loaded], int]
+        self,
+        engine: str,
+        load: Load,
+        limits: LimitSpec,
+        logs: Path,
+        ledger: Ledger,
+        on_start: Callable[[], None],
+        on_loaded: Callable[[Loaded], int],
+        note: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._load = load
+        self._limits = limits
         self._logs = logs
+        self._ledger = ledger
         self._on_start = on_start
         self._on_loaded = on_loaded
+        self._note = note
         self._worker: Worker | None = None
         self._loaded: Loaded | None = None
+        self._deadline: float | None = None
         self.environment_id = 0
         self.starts = 0
 
@@ -44,18 +62,31 @@ class EngineSession:
         Raises:
             SearchError: the engine does not start.
         """
-        if self._loaded is not None:
-            return self._loaded
-        self._on_start()
-        self.starts += 1
-        self._worker = Worker(self._engine, self._logs / f"worker-{time.strftime('%Y%m%d-%H%M%S')}.log")
-        try:
-            self._loaded = self._worker.ask(self._load, Loaded, LOAD_TIMEOUT_S)
-        except WorkerError as error:
-            self.end()
-            raise SearchError(f"The engine did not start: {error} (log: {error.log})") from error
-        self.environment_id = self._on_loaded(self._loaded)
+        attempts = START_ATTEMPTS
+        while self._loaded is None:
+            attempts -= 1
+            try:
+                self._start()
+            except WorkerError as error:
+                if error.kind != "infrastructure" or not attempts:
+                    raise SearchError(f"The engine did not start ({error.kind}): {error} (log: {error.log})") from error
+                self._note(f"The engine did not start, and is tried again: {error}")
+                time.sleep(START_PAUSE_S)
         return self._loaded
+
+    @contextmanager
+    def within(self, stage: str) -> Iterator[None]:
+        """A stage of a trial: requests inside have to be answered before its time is up."""
+        self.loaded()  # which has a deadline of its own
+        before = self._deadline
+        self._deadline = time.monotonic() + self._limits.seconds(stage)
+        try:
+            yield
+        except WorkerError as error:
+            error.stage = error.stage or stage
+            raise
+        finally:
+            self._deadline = before
 
     def ask(self, request: Request, expect: type[R]) -> R:
         """One request to the running engine; a worker that was lost over it is ended.
@@ -66,7 +97,7 @@ class EngineSession:
         self.loaded()
         assert self._worker is not None
         try:
-            return self._worker.ask(request, expect, ANSWER_TIMEOUT_S)
+            return self._worker.ask(request, expect, self._limits.stall_s, self._deadline)
         except WorkerError as error:
             if error.fatal:
                 self.end()
@@ -79,6 +110,22 @@ class EngineSession:
 
     def end(self) -> None:
         """End the worker, if there is one."""
-        if self._worker is not None:
-            self._worker.end()
-        self._worker = self._loaded = None
+        worker, self._worker, self._loaded = self._worker, None, None
+        if worker is not None:
+            worker.end()
+            for uuid, size in worker.left_on_gpu.items():
+                self._note(f"The worker is gone, but {size >> 20} MiB more are in use on {uuid} than before it.")
+
+    def _start(self) -> None:
+        self._on_start()
+        self.starts += 1
+        self._deadline = time.monotonic() + self._limits.build_s
+        log = self._logs / f"worker-{time.strftime('%Y%m%d-%H%M%S')}-{self.starts}.log"
+        self._worker = Worker(self._engine, log, self._ledger)
+        try:
+            loaded = self._worker.ask(self._load, Loaded, self._limits.stall_s, self._deadline)
+        except BaseException:
+            self.end()
+            raise
+        self.environment_id = self._on_loaded(loaded)
+        self._loaded, self._deadline = loaded, None

@@ -26,7 +26,7 @@ from search.engine.protocol import (
 )
 from search.knobs import DRAFTS, TOP_K, WINDOW
 
-NATIVE_WINDOW, NATIVE_TOP_K = 512, 32
+NATIVE_WINDOW, NATIVE_TOP_K, VOCABULARY = 512, 32, 262_144
 ACCEPTANCE = (0.729, 0.554, 0.439, 0.361, 0.302, 0.252, 0.213)
 DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so many timed prompts
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
@@ -45,6 +45,7 @@ class SimulatedEngine:
         self._decoded = 0
         return Loaded(
             native=dict(self._setting),
+            vocabulary=VOCABULARY,
             model_hash=_hash("model", request.model),
             drafter_hash=_hash("drafter", request.drafter),
             build_hash=_hash("simulated", sorted(request.args.items())),
@@ -88,6 +89,7 @@ class SimulatedEngine:
             drafts=drafts,
             draft_tokens=drafts * drafts_a_step,
             accepted_per_pos=[int(rate * drafts) for rate in accepted],
+            distinct_4grams=1.0,
             token_ids=list(range(request.max_tokens)) if request.show_tokens else [],
             gaps=[1.0] * request.max_tokens if request.show_tokens else [],
         )

@@ -23,6 +23,7 @@ from vllm.version import __version__ as vllm_version
 
 from kernels.plugin import active_patches
 from search.data import json_hash
+from search.engine import gpu
 from search.engine.live import LiveKnobs
 from search.engine.protocol import (
     Applied,
@@ -36,8 +37,9 @@ from search.engine.protocol import (
     Scored,
     Setting,
 )
+from search.identity import distinct_4grams
 from search.knobs import DRAFTS, TOP_K, WINDOW
-from search.modelfiles import file_hash, hf_overrides, model_folder, read_config, text_config
+from search.modelfiles import file_hash, model_folder, read_config, text_config
 
 # What a measurement rests on; the study file cannot change them.
 FIXED_ARGS: dict[str, Any] = {
@@ -51,7 +53,7 @@ class VllmEngine:
     """One vLLM engine, decoding one stream."""
 
     def load(self, request: Load) -> Loaded:
-        """Build the engine with the largest window and K that will be asked for."""
+        """Build the engine with the largest K that will be asked for; the window starts at the model's own."""
         started = time.perf_counter()
         _check_args(request.args)
         target = model_folder(request.model)
@@ -60,9 +62,6 @@ class VllmEngine:
         if config.get("sliding_window"):
             native[WINDOW] = int(config["sliding_window"])
         args = {**request.args, **FIXED_ARGS, "model": str(target), "seed": request.seed}
-        window_limit = int(request.limits.get(WINDOW, 0))
-        if window_limit > int(native.get(WINDOW, 0)):
-            args["hf_overrides"] = hf_overrides(read_config(target), window_limit)
         drafter = None
         if request.drafter and int(request.limits.get(DRAFTS, 0)) > 0:
             drafter = model_folder(request.drafter)
@@ -79,6 +78,7 @@ class VllmEngine:
         gc.freeze()  # collections during a timed prompt have less to walk
         return Loaded(
             native=native,
+            vocabulary=int(config["vocab_size"]),
             model_hash=file_hash(target),
             drafter_hash=file_hash(drafter) if drafter else None,
             build_hash=json_hash(
@@ -86,6 +86,8 @@ class VllmEngine:
             ),
             environment=_environment(),
             start_s=time.perf_counter() - started,
+            step_bytes=_step_bytes(self._live.model),
+            bandwidth=gpu.peak_bandwidth() if torch.cuda.is_available() else None,
         )
 
     def apply(self, request: Apply) -> Applied:
@@ -150,6 +152,7 @@ class VllmEngine:
             drafts=drafts,
             draft_tokens=draft_tokens,
             accepted_per_pos=accepted,
+            distinct_4grams=distinct_4grams(token_ids),
             token_ids=token_ids if request.show_tokens else [],
             gaps=[_gap(entry) for entry in output.outputs[0].logprobs or []],
         )
@@ -174,6 +177,12 @@ def _gap(entry: dict[int, Any]) -> float:
     """Log-probability of the likeliest token minus that of the next."""
     first, second, *_ = sorted((candidate.logprob for candidate in entry.values()), reverse=True)
     return float(first - second)
+
+
+def _step_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the matrices that every decoding step multiplies by; embeddings are only looked up."""
+    weights = {p.data_ptr(): p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+    return sum(p.numel() * p.element_size() for p in weights.values())
 
 
 def _drafts_a_step(counted: Decoded) -> int | float:

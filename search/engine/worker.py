@@ -1,13 +1,12 @@
 """The child process: holds one engine, does what each request says, answers it. It decides nothing.
 
-    python -m search.engine.worker ENGINE REQUEST_FD REPLY_FD PARENT_PID      (started by search.engine.process)
+    python -m search.engine.worker ENGINE REQUEST_FD REPLY_FD      (started by search.engine.process)
 
-It ends when the request pipe closes, and the kernel ends it when its parent dies.
+It ends when the request pipe closes, or with its leash.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
@@ -32,10 +31,19 @@ from search.engine.protocol import (
     encode,
 )
 
-ENGINES = {
-    "vllm": ("search.engine.vllm", "VllmEngine"),
-    "simulated": ("search.engine.simulated", "SimulatedEngine"),
-}
+ENGINES = {"vllm": "search.engine.vllm:VllmEngine", "simulated": "search.engine.simulated:SimulatedEngine"}
+# What CUDA and vLLM say when the fault is the machine's and not the setting's.
+INFRASTRUCTURE = (
+    "devices are busy or unavailable",
+    "no cuda-capable device",
+    "uncorrectable ecc",
+    "fallen off the bus",
+    "free memory on device",
+    "driver shutting down",
+    "device lost",
+    "unknown nccl error",
+    "no space left on device",
+)
 
 
 class Engine(Protocol):
@@ -74,18 +82,16 @@ def answer(engine: Engine, request: Request) -> Reply:
         import traceback
 
         traceback.print_exc()
-        kind = "out-of-memory" if "OutOfMemory" in type(error).__name__ else "crash"
         first_line = (str(error).strip().splitlines() or [""])[0][:300]
-        return Failed(kind=kind, reason=f"{type(error).__name__}: {first_line}")
+        return Failed(kind=classify(error), reason=f"{type(error).__name__}: {first_line}")
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies (Linux); exit if it already has."""
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
+def classify(error: Exception) -> str:
+    """The failure kind of an engine's exception."""
+    text = f"{type(error).__name__}: {error}".lower()
+    if "outofmemory" in text or "out of memory" in text:
+        return "out-of-memory"
+    return "infrastructure" if any(words in text for words in INFRASTRUCTURE) else "crash"
 
 
 def lines(fd: int) -> Iterator[bytes]:
@@ -96,10 +102,9 @@ def lines(fd: int) -> Iterator[bytes]:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    engine_name, request_fd, reply_fd, parent = sys.argv[1], *map(int, sys.argv[2:5])
-    die_with_parent(parent)
+    engine_name, request_fd, reply_fd = sys.argv[1], *map(int, sys.argv[2:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    module, name = ENGINES[engine_name]
+    module, name = ENGINES.get(engine_name, engine_name).split(":")
     engine: Engine = getattr(importlib.import_module(module), name)()
     for line in lines(request_fd):
         os.write(reply_fd, encode(answer(engine, decode_request(line))))

@@ -130,19 +130,17 @@ class PerplexityStage(Stage):
     ) -> dict[str, gate.RecordScore]:
         """Score records one by one, after those `known`; returns both.
 
-        With a `key` they are remembered, also those before an interruption. With `known` scores, even none, it ends
-        as soon as the verdict is over.
+        With a `key` each is remembered at once: whatever happens next, it need not be scored again. With `known`
+        scores, even none, it ends as soon as the verdict is over.
         """
         scores = dict(known or {})
-        try:
-            for number, record in enumerate(map(self._records.__getitem__, records)):
-                self._observer.stage(trial, setting, "gate", number, len(records))
-                scores[record.id] = score(self._session, record)
-                if known is not None and self._judge(scores).outcome == "over":
-                    break
-        finally:
+        for number, record in enumerate(map(self._records.__getitem__, records)):
+            self._observer.stage(trial, setting, "gate", number, len(records))
+            scores[record.id] = score(self._session, record)
             if key is not None:
-                self._store.remember_scores(key, scores)
+                self._store.remember_scores(key, {record.id: scores[record.id]})
+            if known is not None and self._judge(scores).outcome == "over":
+                break
         return scores
 
     def _forget(self, shift: float) -> None:

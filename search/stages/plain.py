@@ -17,22 +17,24 @@ class PlainStage(Stage):
 
     def tokens(self, setting: Setting, prompts: Sequence[Prompt], output_tokens: int) -> dict[str, Plain]:
         """Greedy tokens of `setting`, which must have no drafts, by prompt id."""
-        apply(self._session, setting, prompts[0])
         found = {}
-        for number, prompt in enumerate(prompts):
-            self._observer.stage(REFERENCE, setting, "plain", number, len(prompts))
-            request = Decode(
-                prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=output_tokens, show_tokens=True
-            )
-            decoded = self._session.ask(request, Decoded)
-            found[prompt.id] = Plain(decoded.token_ids, decoded.gaps)
+        with self._session.within("confirm"):
+            apply(self._session, setting, prompts[0])
+            for number, prompt in enumerate(prompts):
+                self._observer.stage(REFERENCE, setting, "plain", number, len(prompts))
+                request = Decode(
+                    prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=output_tokens, show_tokens=True
+                )
+                decoded = self._session.ask(request, Decoded)
+                found[prompt.id] = Plain(decoded.token_ids, decoded.gaps)
         return found
 
     def scores(self, setting: Setting, records: Sequence[Record]) -> dict[str, RecordScore]:
         """Scores of `records` at `setting`, by record id."""
-        apply(self._session, setting)
         found = {}
-        for number, record in enumerate(records):
-            self._observer.stage(REFERENCE, setting, "held-out", number, len(records))
-            found[record.id] = score(self._session, record)
+        with self._session.within("confirm"):
+            apply(self._session, setting)
+            for number, record in enumerate(records):
+                self._observer.stage(REFERENCE, setting, "held-out", number, len(records))
+                found[record.id] = score(self._session, record)
         return found

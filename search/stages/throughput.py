@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from search import speed
+from search import broken, speed
 from search.data import Prompt
-from search.engine.protocol import Decode, Decoded, Setting
+from search.engine.process import WorkerError
+from search.engine.protocol import Decode, Decoded, Loaded, Setting
 from search.engine.session import EngineSession
 from search.knobs import DRAFTS
 from search.spec import StudySpec
@@ -47,6 +49,7 @@ class ThroughputStage(Stage):
         self._reference: Setting = {}
         self._reference_s: dict[str, float] = {}
         self._reference_hashes: dict[str, str] = {}
+        self._distinct_4grams = 0.0  # of the reference's outputs
         self._last_control: tuple[float, float] | None = None  # when, and the drift then
         self._drift = 1.0  # when the reference was last timed again
         self._since_drift = 0  # trials, since then
@@ -59,6 +62,7 @@ class ThroughputStage(Stage):
         again = self._store.measurements("speed", "repeat", REFERENCE)[0]
         self._reference = reference.setting
         self._noise = float(reference.figures["noise"])
+        self._distinct_4grams = float(reference.figures["distinct_4grams"])
         self._reference_s = _mean_seconds(
             {t.prompt: t.latency_s for t in reference.timings}, {t.prompt: t.latency_s for t in again.timings}
         )
@@ -119,8 +123,8 @@ class ThroughputStage(Stage):
         return self._speed_row(trial, "drift", self._reference, effective, figures, timed)
 
     def measure(
-        self, trial: int, setting: Setting, effective: Setting, rival: int | None
-    ) -> tuple[speed.Throughput, list[Measurement], str | None]:
+        self, trial: int, setting: Setting, effective: Setting, rival: int | None, rows: list[Measurement]
+    ) -> tuple[speed.Throughput, str | None, str | None]:
         """Time tune prompts until the interval is narrow, or the trial is beaten by `rival`.
 
         The rival is the fastest known trial with no higher perplexity; both are compared prompt by prompt. A trial
@@ -132,8 +136,10 @@ class ThroughputStage(Stage):
         what the trial would have shown on the machine as it was for the reference; the uncorrected figure is kept
         as `tps_raw`.
 
+        What was measured is added to `rows`, also before an error.
+
         Returns:
-            The estimate, its rows, and a remark where the trial was stopped because it is beaten.
+            The estimate, a remark where the trial was stopped because it is beaten, and what is broken if something is.
         """
         all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
         most = len(self._prompts)
@@ -164,19 +170,24 @@ class ThroughputStage(Stage):
                 if self._beaten(timed, rival_timings):
                     remark = f"stopped after {len(timed)} prompts: trial {rival} is faster and no worse"
                     break
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, WorkerError):
             timed += [Timed(d, before) for d in decoded]
-            self._store.add(self._speed_row(trial, "interrupted", setting, effective, {}, timed))
+            if timed:
+                rows.append(self._speed_row(trial, "interrupted", setting, effective, {}, timed))
             raise
         if len(timed) == len(self._prompts):
             self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
         found = self._estimate(timed)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
-        rows = [self._speed_row(trial, "done", setting, effective, {**_figures(found, timed), "tps_raw": raw}, timed)]
+        figures = {**_figures(found, timed), "tps_raw": raw}
+        rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
         if controls:
             reference = [Timed(d, d.latency_s / self._reference_s[d.prompt_id]) for d in controls]
             rows.append(self._speed_row(trial, "control", self._reference, self._reference, {}, reference))
-        return found, rows, remark
+        warning = broken.useless_drafter(figures["acceptance_rate"]) or broken.looping_output(
+            figures["distinct_4grams"], self._distinct_4grams
+        )
+        return found, remark, warning
 
     def _timings_of(self, trial: int | None) -> list[speed.PromptTiming]:
         """A measured trial's prompts, drift undone."""
@@ -226,7 +237,7 @@ class ThroughputStage(Stage):
         tokens = self._workload.output_tokens
         request = Decode(prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=tokens)
         decoded = self._session.ask(request, Decoded)
-        wrong = impossible(decoded, tokens, int(setting.get(DRAFTS, 0)))
+        wrong = impossible(decoded, tokens, int(setting.get(DRAFTS, 0)), self._session.loaded())
         if wrong:
             raise self._session.refuse("impossible-figure", f"prompt {prompt.id}: {wrong}")
         return decoded
@@ -253,18 +264,19 @@ class ThroughputStage(Stage):
         return row
 
 
-def impossible(decoded: Decoded, tokens: int, drafts: int) -> str | None:
+def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> str | None:
     """Why a timed prompt cannot be what it says, or None: `tokens` were asked for, at K = `drafts`."""
     accepted = sum(decoded.accepted_per_pos)
     if decoded.tokens != tokens:
         return f"{decoded.tokens} tokens instead of {tokens}"
-    if decoded.latency_s <= 0:
+    if not 0 < decoded.latency_s < math.inf:
         return f"a latency of {decoded.latency_s} s"
     if decoded.draft_tokens != drafts * decoded.drafts or (drafts > 0 and decoded.drafts == 0):
         return f"{decoded.draft_tokens} tokens drafted in {decoded.drafts} steps at K {drafts}"
     if accepted > decoded.draft_tokens:
         return f"{accepted} drafts accepted of {decoded.draft_tokens}"
-    return None
+    steps = tokens - accepted  # at the least: each gives one token and what was accepted in it
+    return broken.over_bandwidth(steps, decoded.latency_s, engine.step_bytes, engine.bandwidth)
 
 
 def _timing(decoded: Decoded, seconds: float) -> speed.PromptTiming:
@@ -287,6 +299,7 @@ def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
         "tps_high": found.high,
         "prompts": found.prompts,
         "acceptance_rate": speed.acceptance_rate(accepted, drafts),
+        "distinct_4grams": statistics.fmean(t.decoded.distinct_4grams for t in timed),
         "accepted_a_step": sum(accepted) / drafts if drafts else 0.0,
         "output_hash": hashlib.sha256("".join(t.decoded.output_hash for t in timed).encode()).hexdigest()[:16],
     }

@@ -9,7 +9,8 @@ from search.store.models import (
     Outcome,
     PromptTimingRow,
 )
-from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, open_engine, safe_url, setting_key
+from search.store.spool import Spool
+from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, cause_of, open_engine, safe_url, setting_key
 
 __all__ = [
     "BUSY_TIMEOUT_S",
@@ -20,7 +21,9 @@ __all__ = [
     "Measurement",
     "Outcome",
     "PromptTimingRow",
+    "Spool",
     "Store",
+    "cause_of",
     "open_engine",
     "pareto_front",
     "safe_url",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, ForeignKey, MetaData, String, UniqueConstraint
+from sqlalchemy import JSON, DateTime, Double, ForeignKey, MetaData, String, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
@@ -17,7 +17,7 @@ class Base(DeclarativeBase):
     """Base of our tables; all their names start with `pareto_`, so that none meets one of Optuna's."""
 
     metadata = MetaData()
-    type_annotation_map = {dict[str, Any]: JSON, list[int]: JSON, datetime: DateTime(timezone=True)}  # noqa: RUF012
+    type_annotation_map = {dict[str, Any]: JSON, list[int]: JSON, float: Double(), datetime: DateTime(timezone=True)}  # noqa: RUF012
 
 
 class Definition(Base):
@@ -128,6 +128,8 @@ class Outcome(Base):
 
     `ppl` is over the records that the verdict used; `excess`, the constraint, is how far the perplexity over all of
     them is (or, from fewer, is estimated to be) over the ceiling. The reference setting's stands under trial -1.
+    `reason` says why it ended as it did. Of a failed trial `failure` is the protocol's failure kind, beside the stage
+    that failed and the worker's log. `warning` says what is wrong with the model that was measured.
     """
 
     __tablename__ = "pareto_outcome"
@@ -146,6 +148,10 @@ class Outcome(Base):
     prompts: Mapped[int | None]
     reused_from: Mapped[int | None]
     reason: Mapped[str | None] = mapped_column(String(1000))
+    failure: Mapped[str | None] = mapped_column(String(20))
+    failed_stage: Mapped[str | None] = mapped_column(String(10))
+    log: Mapped[str | None] = mapped_column(String(500))
+    warning: Mapped[str | None] = mapped_column(String(500))
     wall_s: Mapped[float]
     simulated: Mapped[bool]
     created_at: Mapped[datetime] = mapped_column(default=_now)
@@ -175,6 +181,17 @@ class Confirmation(Base):
     high: Mapped[float | None]
     p_pass: Mapped[float | None]
     figures: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class Process(Base):
+    """A process group that may be running: `owner` started it, and its members carry `mark` in their environment."""
+
+    __tablename__ = "pareto_process"
+
+    mark: Mapped[str] = mapped_column(String(16), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(200))
+    what: Mapped[str] = mapped_column(String(20))
     created_at: Mapped[datetime] = mapped_column(default=_now)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,24 @@ from sqlalchemy import Engine, create_engine, delete, event, func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import selectinload, sessionmaker
 
-from search.errors import SearchError, UsageError
+from search.errors import SearchError, SpooledError, UsageError
 from search.gate import RecordScore
+from search.owner import on_this_host, owner_lives, owner_name
+from search.secrets import redact
 from search.store.front import pareto_front
 from search.store.models import (
-    Base,
     Confirmation,
     Definition,
     Environment,
     FrontPoint,
     Measurement,
     Outcome,
+    Process,
     RecordScoreRow,
     Slot,
 )
+from search.store.schema import bring_up_to_date
+from search.store.spool import Spool, Waiting
 
 REFERENCE = -1
 BUSY_TIMEOUT_S = 100
@@ -44,16 +49,17 @@ def _parse(url: str) -> sqlalchemy.URL:
     try:
         return sqlalchemy.make_url(url)
     except sqlalchemy.exc.ArgumentError as error:
-        raise UsageError(f"--storage {url!r} is not a database URL; write sqlite:///study.db.") from error
+        shown = "" if "@" in url else f" {url!r}"  # before an @ there may be a password
+        raise UsageError(f"--storage{shown} is not a database URL; write sqlite:///study.db.") from error
 
 
 def open_engine(url: str, *, must_exist: bool = False) -> Engine:
-    """An engine on the study database, with our tables made where they are missing.
+    """An engine on the study database, with our tables made where they are missing and brought up to date.
 
     With `must_exist`, an SQLite file that is not there is an error instead of an empty study.
 
     Raises:
-        UsageError: `url` is no database URL.
+        UsageError: `url` is no database URL, or a newer release wrote the database.
         SearchError: the database cannot be opened or written.
     """
     parsed = _parse(url)
@@ -61,16 +67,21 @@ def open_engine(url: str, *, must_exist: bool = False) -> Engine:
     if must_exist and sqlite and not Path(parsed.database or "").is_file():
         raise SearchError(f"There is no study database {parsed.database}; run python -m search.run first.")
     try:
-        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S} if sqlite else {})
+        connect_args = {"timeout": BUSY_TIMEOUT_S} if sqlite else {}
+        engine = create_engine(parsed, connect_args=connect_args, pool_pre_ping=not sqlite)
         if sqlite:
             _take_the_write_lock_at_begin(engine)
-        Base.metadata.create_all(engine)
         with engine.begin() as connection:
+            bring_up_to_date(connection)
             connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
     except (SQLAlchemyError, ImportError) as error:
-        cause = getattr(error, "orig", None) or error
-        raise SearchError(f"The study database {safe_url(url)} cannot be written: {cause}.") from error
+        raise SearchError(f"The study database {safe_url(url)} cannot be written: {cause_of(error)}.") from error
     return engine
+
+
+def cause_of(error: Exception) -> str:
+    """What a database said, without SQLAlchemy's additions and without secrets."""
+    return redact(str(getattr(error, "orig", None) or error).strip().splitlines()[0]).rstrip(".")
 
 
 def _take_the_write_lock_at_begin(engine: Engine) -> None:
@@ -91,11 +102,49 @@ def setting_key(setting: Mapping[str, Any]) -> str:
 
 
 class Store:
-    """One study's rows in a study database."""
+    """One study's rows in a study database.
 
-    def __init__(self, engine: Engine, study: str) -> None:
+    With a `spool`, measurements that the database does not take wait there.
+    """
+
+    def __init__(self, engine: Engine, study: str, spool: Spool | None = None) -> None:
         self._session = sessionmaker(engine, expire_on_commit=False)  # rows outlive their session
         self.study = study
+        self._spool = spool
+
+    def take_in_spool(self) -> int:
+        """Store what waits in the spool; how many trials, stages and scores that were.
+
+        A trial whose outcome is stored already stays as it is.
+        """
+        taken = 0
+        for waiting in self._spool.take() if self._spool else ():
+            if waiting.outcome is not None:
+                self.finish(waiting.outcome, waiting.measurements, waiting.slot)
+            else:
+                self.add_all(waiting.measurements)
+            if waiting.gate_key is not None:
+                self.remember_scores(waiting.gate_key, waiting.scores or {})
+            taken += 1
+        return taken
+
+    def spool(self, measurements: Sequence[Measurement]) -> None:
+        """Let measurements wait in the spool: at once, whatever the database is busy with."""
+        if self._spool is not None and measurements:
+            self._spool.keep(Waiting(measurements=measurements))
+
+    @contextmanager
+    def _or_spooled(self, waiting: Waiting) -> Iterator[None]:
+        """What is written inside waits in the spool if that fails."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            if self._spool is None:
+                raise
+            raise SpooledError(
+                f"The study database cannot be written ({cause_of(error)}). What was just measured is kept in "
+                f"{self._spool.keep(waiting)} and taken in when the same command is run again."
+            ) from error
 
     # The study ------------------------------------------------------------------------------------------
 
@@ -157,14 +206,37 @@ class Store:
         with self._session() as session:
             return session.scalar(query) or 0
 
+    # Processes ------------------------------------------------------------------------------------------
+
+    def process_started(self, mark: str, what: str) -> None:
+        """A process group whose members carry `mark` is about to be started."""
+        with self._session() as session, session.begin():
+            session.add(Process(mark=mark, owner=owner_name(), what=what))
+
+    def process_ended(self, mark: str) -> None:
+        """All of a process group is gone."""
+        with self._session() as session, session.begin():
+            session.execute(delete(Process).where(Process.mark == mark))
+
+    def orphan_marks(self) -> set[str]:
+        """Marks of process groups on this host whose owner has died."""
+        with self._session() as session:
+            rows = session.scalars(select(Process)).all()
+        return {row.mark for row in rows if on_this_host(row.owner) and not owner_lives(row.owner)}
+
     # Measurements ---------------------------------------------------------------------------------------
 
-    def add(self, row: Environment | Measurement) -> int:
-        """Write one row with what hangs on it; returns its id."""
+    def add_environment(self, environment: Environment) -> int:
+        """Write one; returns its id."""
         with self._session() as session, session.begin():
-            session.add(row)
+            session.add(environment)
             session.flush()
-            return row.id
+            return environment.id
+
+    def add_all(self, measurements: Sequence[Measurement]) -> None:
+        """Write measurements with their timings."""
+        with self._or_spooled(Waiting(measurements=measurements)), self._session() as session, session.begin():
+            session.add_all(measurements)
 
     def remembered_scores(self, gate_key: str) -> dict[str, RecordScore]:
         """Records already scored under `gate_key`, by record id."""
@@ -174,7 +246,8 @@ class Store:
 
     def remember_scores(self, gate_key: str, scores: Mapping[str, RecordScore]) -> None:
         """Add record scores; those already there stay as they are."""
-        with self._session() as session, session.begin():
+        waiting = Waiting(gate_key=gate_key, scores=scores)
+        with self._or_spooled(waiting), self._session() as session, session.begin():
             there = set(session.scalars(select(RecordScoreRow.record).where(RecordScoreRow.gate_key == gate_key)))
             session.add_all(
                 RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
@@ -187,13 +260,14 @@ class Store:
 
         Of two searchers that both measured the reference the first one's stands.
         """
-        with self._session() as session, session.begin():
+        waiting = Waiting(outcome, measurements, slot)
+        with self._or_spooled(waiting), self._session() as session, session.begin():
             if session.get(Outcome, (self.study, outcome.trial)) is not None:
                 return
             session.add_all(measurements)
             session.add(outcome)
-            if slot is not None:
-                session.get_one(Slot, (self.study, slot)).finished = True
+            if slot is not None and (place := session.get(Slot, (self.study, slot))) is not None:
+                place.finished = True
             session.flush()
             complete = session.scalars(
                 select(Outcome)
@@ -227,6 +301,14 @@ class Store:
         )
         with self._session() as session:
             return session.scalars(query.order_by(Outcome.trial)).first()
+
+    def failures(self, setting: Mapping[str, Any]) -> list[str]:
+        """Failure kinds of the trials that tried `setting` and failed, oldest first."""
+        query = select(Outcome.failure).where(
+            Outcome.study == self.study, Outcome.setting_key == setting_key(setting), Outcome.state == "FAIL"
+        )
+        with self._session() as session:
+            return [kind for kind in session.scalars(query.order_by(Outcome.trial)) if kind]
 
     def front(self) -> list[FrontPoint]:
         """The stored front, slowest first."""

@@ -1,0 +1,103 @@
+"""Whether a study's model, drafter, prompts and records fit together: everything that can be told before an engine.
+
+Reads config.json of model and drafter, and no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search.data import Prompt, Record
+from search.engine.protocol import EngineError
+from search.errors import UsageError
+from search.knobs import TOP_K, WINDOW
+from search.modelfiles import read_hub_config, text_config
+from search.spec import StudySpec, line_of
+
+
+def check_inputs(spec: StudySpec) -> None:
+    """Check a study against its model.
+
+    Raises:
+        UsageError: naming the key and line of the study file, or the prompt or record, and what does not fit.
+    """
+    target = _config(spec, "engine.model", spec.engine.model)
+    model = text_config(target)
+    _check_window(spec, model)
+    if spec.engine.drafter is not None:
+        _check_drafter(spec, model, _config(spec, "engine.drafter", spec.engine.drafter))
+    _check_texts(spec, model)
+
+
+def _config(spec: StudySpec, key: str, name: str) -> dict[str, Any]:
+    try:
+        return read_hub_config(name)
+    except EngineError as error:
+        raise _error(spec, key, str(error).rstrip(".")) from error
+
+
+def _check_window(spec: StudySpec, model: Mapping[str, Any]) -> None:
+    knob = next((k for k in spec.knobs if k.name == WINDOW), None)
+    native = model.get("sliding_window")
+    if knob is None:
+        return
+    if not native:
+        raise _error(spec, f"knobs.{WINDOW}", f"{spec.engine.model_name} has no sliding window")
+    if knob.largest > native:
+        what = f"{knob.largest} is over the window of {native} that {spec.engine.model_name} was trained with"
+        raise _error(spec, f"knobs.{WINDOW}.high", what)
+
+
+def _check_drafter(spec: StudySpec, model: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    text = text_config(dict(drafter))
+    for what, mine, theirs in (
+        ("vocabulary", text.get("vocab_size"), model.get("vocab_size")),
+        ("hidden size of its target", drafter.get("backbone_hidden_size"), model.get("hidden_size")),
+    ):
+        if mine is not None and mine != theirs:
+            model_words = f"{spec.engine.model_name} has {theirs}"
+            raise _error(
+                spec, "engine.drafter", f"this drafter is another model's: its {what} is {mine}, {model_words}"
+            )
+    knob = next((k for k in spec.knobs if k.name == TOP_K), None)
+    if not drafter.get("use_ordered_embeddings"):
+        if knob is not None:
+            raise _error(spec, f"knobs.{TOP_K}", "the drafter has no centroids (use_ordered_embeddings is off)")
+        return
+    centroids, vocabulary = drafter.get("num_centroids"), text.get("vocab_size")
+    if not isinstance(centroids, int) or centroids < 1 or not isinstance(vocabulary, int) or vocabulary % centroids:
+        what = f"its {centroids} centroids do not divide its vocabulary of {vocabulary}"
+        raise _error(spec, "engine.drafter", what)
+    if knob is not None and knob.largest > centroids:
+        raise _error(spec, f"knobs.{TOP_K}.high", f"{knob.largest} is over the drafter's {centroids} centroids")
+
+
+def _check_texts(spec: StudySpec, model: Mapping[str, Any]) -> None:
+    vocabulary = int(model["vocab_size"])
+    context = int(spec.engine.args.get("max_model_len") or model.get("max_position_embeddings") or 0)
+    generated = spec.workload.output_tokens
+    texts: list[tuple[Path, str, Prompt | Record, tuple[int, ...], int]] = [
+        *(
+            (spec.workload.prompts, "prompt", p, p.token_ids, generated)
+            for p in spec.prompts() + spec.held_out_prompts()
+        ),
+        *((spec.gate.records, "record", r, r.context + r.target, 1) for r in spec.records() + spec.held_out_records()),
+    ]
+    for path, what, text, tokens, more in texts:
+        if max(tokens) >= vocabulary:
+            raise UsageError(
+                f"{path}, {what} {text.id}: token {max(tokens)} is beyond the vocabulary of {vocabulary} tokens: the "
+                "file was made with another model's tokenizer."
+            )
+        if context and len(tokens) + more > context:
+            raise UsageError(
+                f"{path}, {what} {text.id}: {len(tokens)} tokens and {more} to generate do not fit the context of "
+                f"{context} tokens. Shorten it, or raise engine.args.max_model_len."
+            )
+
+
+def _error(spec: StudySpec, key: str, what: str) -> UsageError:
+    line = line_of(spec.path, key)
+    return UsageError(f"{spec.path}, line {line}: {key}: {what}.")
