@@ -73,8 +73,9 @@ def estimate(
     Returns:
         The ratio estimate. The residuals from the ratio line hold both how prompts differ and timing noise; their
         variance counts in full over the prompts not timed, and the noise alone over those that were. The common
-        noise is added. The interval is Student's t on the total time, with the degrees of freedom that Welch and
-        Satterthwaite give the sum: few where it rests on the residuals, many where on the noise, which is known.
+        noise is added. The interval is Student's t on the logarithm of the total time (so that it stays positive
+        however wide it is), with the degrees of freedom that Welch and Satterthwaite give the sum: few where it rests
+        on the residuals, many where on the noise, which is known.
 
     Raises:
         ValueError: fewer than two timings, no anchor, or a prompt that an anchor was not timed on.
@@ -102,13 +103,9 @@ def _ratio_estimate(
     of_timing = (sampled * noise**2 / count + common_noise**2) * mean_s**2
     variance = of_prompts + of_timing
     freedom = (count - 1) * (variance / of_prompts) ** 2 if of_prompts > 0 else math.inf
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
-    return Throughput(
-        tps=tokens_a_prompt / mean_s,
-        low=tokens_a_prompt / (mean_s + half),
-        high=tokens_a_prompt / max(mean_s - half, mean_s * 1e-3),
-        prompts=count,
-    )
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance) / mean_s
+    tps = tokens_a_prompt / mean_s
+    return Throughput(tps, low=tps * math.exp(-half), high=tps * math.exp(half), prompts=count)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"choices": [choice]})
 
 
+if fake.get("listens") is False:
+    print("Warm-up done: 0 prompts.", flush=True)
+    time.sleep(60)
 if fake.get("dies"):
     sys.exit(f"error: {fake['dies']}")
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)

@@ -1,13 +1,14 @@
 """The manifest and what is made of it, without starting a server (test_vllm.py starts one)."""
 
 import json
+import socket
 
 import pytest
 
 from search.errors import RefusedError
 from search.folder import manifest_hash
 from search.manifest import build_manifest, environment_keys, write_manifest
-from search.serving import derive_drafter, drafter_values, server_arguments
+from search.serving import _check_port, derive_drafter, drafter_values, server_arguments
 from search.spec import read_study
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine
 
@@ -92,6 +93,14 @@ def test_overrides_have_the_shape_of_the_models_config(spec, model_folder, edit_
     folder = edit_study(spec.engine.model, str(flat))
     keys = environment_keys(read_study(folder), SETTING)
     assert json.loads(keys["HF_OVERRIDES"]) == {"sliding_window": 188}
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit, match=f"Port {port} cannot be listened at .*: choose another with --port"):
+            _check_port(port)
+    _check_port(port)
 
 
 def test_without_drafts_no_drafter_is_served(spec):

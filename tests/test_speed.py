@@ -77,8 +77,8 @@ def test_the_noise_of_a_correction_does_not_shrink_with_the_prompts():
     anchor = {f"p{i}": 1.0 for i in range(100)}
     found = estimate([timing(p, 1.0) for p in anchor], [anchor], noise=0.0, common_noise=0.02)
     seconds = 0.02 * 1.959964  # a prompt; the noise is known, so a normal's 95 %
-    assert found.high == pytest.approx(100 / (1 - seconds), rel=1e-6)
-    assert found.low == pytest.approx(100 / (1 + seconds), rel=1e-6)
+    assert found.high == pytest.approx(100 * math.exp(seconds), rel=1e-6)
+    assert found.low == pytest.approx(100 * math.exp(-seconds), rel=1e-6)
 
 
 def test_acceptance_is_by_position_and_empty_without_drafts():

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,34 @@ def test_an_ended_endpoint_leaves_no_process(exported, tmp_path):
         group = endpoint._group
         assert endpoint.model == "made/up" and len(group.members()) == 2  # the leash and the server
     assert group.members() == set()
+
+
+def test_a_foreign_server_at_the_port_is_not_measured(exported, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr("search.endpoint._free_port", lambda: other.getsockname()[1])
+        with pytest.raises(EndpointError, match="Another program listens at port"):
+            Endpoint(forge(exported, listens=False), tmp_path / "log", LimitSpec()).__enter__()
+
+
+def test_a_server_that_never_gets_warm_is_given_up(exported, tmp_path):
+    file = exported / "serve.py"
+    file.write_text("import time; print('loading', flush=True); time.sleep(60)")
+    for limits, says in ((LimitSpec(stall_s=1), "silent for 1 s"), (LimitSpec(build_s=1), "not ready after 1 s")):
+        with pytest.raises(EndpointError, match=f"{says}.*loading"):
+            Endpoint(exported, tmp_path / "log", limits).__enter__()
+
+
+def test_a_server_that_does_not_answer_in_time_is_given_up(exported, tmp_path):
+    slow = forge(exported, first_token_s=30)
+    with (
+        Endpoint(slow, tmp_path / "log", LimitSpec(stall_s=1)) as endpoint,
+        pytest.raises(EndpointError, match="timed out"),
+    ):
+        endpoint.complete([1, 2, 3], 8)
+    with Endpoint(slow, tmp_path / "log", LimitSpec(confirm_s=1)) as endpoint:
+        time.sleep(1.1)
+        with pytest.raises(EndpointError, match="took longer than 1 s"):
+            endpoint.effective()
 
 
 def test_an_answer_with_too_few_tokens_is_no_completion(exported, tmp_path):

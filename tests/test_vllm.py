@@ -10,14 +10,14 @@ import subprocess
 import time
 
 import pytest
-import yaml
-from conftest import MINIATURE, write_lines
+from conftest import MINIATURE
 
 from search.engine.process import Worker, WorkerError
 from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
 from search.modelfiles import read_config
 from search.serving import derive_drafter
 from search.spec import read_study
+from tests.faults.study import small_miniature
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -145,23 +145,8 @@ def test_a_wrong_engine_argument_is_one_sentence(spec, tmp_path):
 
 @pytest.fixture
 def small_study(tmp_path):
-    """The miniature with few texts and three windows, so that the whole way from search to verify takes minutes."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    study = yaml.safe_load((MINIATURE / "study.yaml").read_text())
-    study["name"] = "small"
-    study["engine"] |= {part: str(folder_of(study["engine"][part])) for part in ("model", "drafter")}
-    study["knobs"]["sliding_window"] = {"low": 16, "high": 256, "step": 80}
-    study["gate"]["ceiling"] = {"ratio": 1.1}
-    (folder / "study.yaml").write_text(yaml.safe_dump(study))
-    for name, splits in (
-        ("prompts.jsonl", {"tune": 12, "held-out": 8}),
-        ("records.jsonl", {"gate": 16, "held-out": 8}),
-    ):
-        rows = [json.loads(line) for line in (MINIATURE / name).read_text().splitlines()]
-        kept = [row for split, count in splits.items() for row in [r for r in rows if r["split"] == split][:count]]
-        write_lines(folder / name, kept)
-    return folder
+    """The miniature made so small that the whole way from search to verify takes minutes."""
+    return small_miniature(tmp_path / "small")
 
 
 def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(python, tmp_path, small_study):

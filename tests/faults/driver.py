@@ -1,4 +1,4 @@
-"""search.run as a user would type it, on the faulty engine; faults of the disk happen in this process.
+"""search.run as a user would type it; faults of the disk happen in this process.
 
 python -m tests.faults.driver FAULTS_FOLDER ARGUMENTS OF search.run
 """
@@ -30,4 +30,4 @@ if __name__ == "__main__":
         (folder / flag).unlink(missing_ok=True)
     os.environ["FAULTS_PARENT"] = str(os.getpid())
     break_the_disk_when_asked(folder)
-    sys.exit(run.main(["--engine", "tests.faults.engine:FaultyEngine", *sys.argv[2:]]))
+    sys.exit(run.main(sys.argv[2:]))

@@ -1,7 +1,7 @@
-"""The simulated engine with faults: each fires once, at the call of a stage that the plan names. For tests alone.
+"""Engines with faults: each fires once, at the call of a stage that the plan names. For tests alone.
 
-It is told by two environment variables: FAULTS, a JSON list of {kind, stage, call}, and FAULTS_FOLDER, where a file
-says which have fired. Its machine neither drifts nor has noise, so that an undisturbed search gives the same figures.
+They are told by environment variables: FAULTS, a JSON list of {kind, stage, call}, FAULTS_FOLDER, where a file says
+which have fired, FAULTS_PARENT, the search's process, and FAULTS_DATABASE, its file.
 """
 
 import json
@@ -39,11 +39,10 @@ FAULTS_OF_STAGE = {
 }
 
 
-class FaultyEngine(simulated.SimulatedEngine):
-    """Does what the simulated engine does, until the plan says otherwise."""
+class Faulty:
+    """Mixed into an engine: does what that one does, until the plan says otherwise."""
 
     def __init__(self):
-        simulated.DRIFT = simulated.LATENCY_NOISE = 0.0
         self._folder = Path(os.environ["FAULTS_FOLDER"])
         self._plan = json.loads(os.environ["FAULTS"])
         self._calls = dict.fromkeys(FAULTS_OF_STAGE, 0)
@@ -119,6 +118,14 @@ class FaultyEngine(simulated.SimulatedEngine):
             case "exit":
                 os._exit(3)
         return kind
+
+
+class FaultyEngine(Faulty, simulated.SimulatedEngine):
+    """On a machine that neither drifts nor has noise, so that an undisturbed search gives the same figures."""
+
+    def __init__(self):
+        super().__init__()
+        simulated.DRIFT = simulated.LATENCY_NOISE = 0.0
 
 
 def _lock(locked):
