@@ -27,7 +27,6 @@ from search.owner import owner_lives, owner_name
 from search.spec import StudySpec
 from search.stages import Observer
 from search.store import (
-    BUSY_TIMEOUT_S,
     REFERENCE,
     Confirmation,
     FrontPoint,
@@ -35,6 +34,8 @@ from search.store import (
     Spool,
     Store,
     cause_of,
+    engine_options,
+    full_url,
     open_engine,
     safe_url,
 )
@@ -300,11 +301,10 @@ def _open_study(url: str, name: str) -> optuna.Study:
     Two searchers that start together both try to make Optuna's tables; the one that loses tries again.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    connect_args = {"timeout": BUSY_TIMEOUT_S} if url.startswith("sqlite") else {}
     deadline = time.monotonic() + OPEN_WAIT_S
     while True:
         try:
-            storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": connect_args})
+            storage = optuna.storages.RDBStorage(full_url(url), engine_kwargs=engine_options(url))
             study = optuna.create_study(
                 storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
             )

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from search import broken, speed
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
@@ -120,7 +122,7 @@ class Laboratory:
                 outcome = self.insist(f"Trial {trial}", lambda: self._measure(trial, asked, rows, started))
             except WorkerError as error:
                 outcome = self._failed(trial, asked, started, error)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SQLAlchemyError):
                 self._store.spool(rows)
                 raise
         self._store.finish(outcome, rows, slot if outcome.state != "FAIL" else None)

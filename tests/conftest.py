@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,25 @@ def edit_study(study_folder: Path) -> Callable[[str, str], Path]:
         return study_folder
 
     return edit
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real PostgreSQL server, from the package pgserver."""
+    pgserver = pytest.importorskip("pgserver")
+    server = pgserver.get_server(tmp_path_factory.mktemp("pg"))
+    yield server
+    server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/study.db"
+    server, name = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
+    server.psql(f"CREATE DATABASE {name}")
+    return str(server.get_uri(name))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Databases of earlier and later releases."""
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -38,14 +39,20 @@ def first_release(file):
         )
 
 
-def test_the_migrations_make_exactly_the_tables_of_the_models(file):
-    engine = open_engine(f"sqlite:///{file}")
+def test_the_migrations_make_exactly_the_tables_of_the_models(database_url):
+    engine = open_engine(database_url)
     with engine.connect() as connection:
         context = MigrationContext.configure(
             connection, opts={"include_name": lambda name, kind, _: kind != "table" or name != VERSION_TABLE}
         )
         assert compare_metadata(context, Base.metadata) == []
-    assert version(file) == HEAD
+        assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalar() == HEAD
+
+
+def test_searchers_that_start_together_make_the_tables_once(database_url):
+    with ThreadPoolExecutor(4) as pool:
+        engines = list(pool.map(open_engine, [database_url] * 4))
+    assert all(Store(engine, "s").outcomes() == [] for engine in engines)
 
 
 def test_a_database_of_the_first_release_is_upgraded_with_its_trials(file):

@@ -1,4 +1,4 @@
-"""The contract of the store, on SQLite."""
+"""The contract of the store, on SQLite and on PostgreSQL."""
 
 import sqlite3
 import threading
@@ -12,8 +12,8 @@ from search.store import Confirmation, Outcome, Store, open_engine, safe_url, se
 
 
 @pytest.fixture
-def url(tmp_path):
-    return f"sqlite:///{tmp_path}/study.db"
+def url(database_url):
+    return database_url
 
 
 @pytest.fixture
@@ -107,8 +107,9 @@ def test_a_freed_slot_is_given_out_again_but_a_finished_one_is_not(store):
     assert (store.take_slot(2, "o"), store.finished()) == (1, 1)
 
 
-def test_a_database_locked_by_another_program_is_waited_for(store, url):
-    other = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
+def test_a_database_locked_by_another_program_is_waited_for(tmp_path):
+    store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
+    other = sqlite3.connect(tmp_path / "s.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
     threading.Timer(1.5, lambda: other.execute("COMMIT")).start()
     started = time.monotonic()

