@@ -15,7 +15,8 @@ search: setup
 	$(PY) -m search.run --trials $(TRIALS) --confirm $(CONFIRM)
 
 test: setup lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 -m "not vllm"
+	$(PY) -m pytest -m vllm
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -35,14 +35,18 @@ def main(argv: list[str] | None = None) -> int:
     with set_up_errors(args.debug):
         if not (args.folder / "manifest.json").is_file():
             fail(f"{args.folder} holds no manifest.json: give a folder that search.export wrote.")
+        from search.interrupt import EXIT_CODE, interruptible
         from search.verification import verify
 
         stream = sys.stderr if args.json else sys.stdout
         try:
-            found = verify(args.folder, args.prompts, args.records, lambda text: print(text, file=stream, flush=True))
+            with interruptible():
+                found = verify(
+                    args.folder, args.prompts, args.records, lambda text: print(text, file=stream, flush=True)
+                )
         except KeyboardInterrupt:
             print("Interrupted; nothing was decided.", file=sys.stderr)
-            return 130
+            return EXIT_CODE
         for line in table(found.checks):
             print(line, file=stream)
         verdict = "HOLDS" if found.holds else "DOES NOT HOLD"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -51,11 +52,10 @@ def test_the_second_signal_ends_it_at_once():
 
 def test_a_database_that_waits_for_a_lock_does_not_hold_it_beyond_ten_seconds(tmp_path):
     file = tmp_path / "s.db"
-    import sqlite3
-
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     process = start(f"sqlite3.connect({str(file)!r}, timeout=100).execute('CREATE TABLE t (x)')")
+    time.sleep(1)  # until it is inside SQLite
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=15) == 130

@@ -16,6 +16,7 @@ from optuna.trial import TrialState
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
+from search.progress import search_words
 from search.spec import read_study
 from search.store import REFERENCE, Store, open_engine
 from search.study import Options, search
@@ -318,3 +319,57 @@ def test_help_comes_at_once(python):
     done = subprocess.run([python, "-m", "search.run", "--help"], capture_output=True, text=True, check=True)
     assert time.perf_counter() - started < 0.5
     assert "--trials" in done.stdout
+
+
+ODD = "tests.odd_engines:"
+
+
+def test_ten_failures_of_one_cause_in_a_row_end_the_search_with_one_sentence(study_folder, options):
+    with pytest.raises(
+        SearchError, match="10 trials in a row failed, the last one thus: out-of-memory in speed: .*drafter"
+    ):
+        search(read_study(study_folder), options(100, engine=ODD + "NoMemoryForDrafts", sampler="random"), Silent())
+    failed = [o for o in stored(options(100)).outcomes() if o.state == "FAIL"]
+    assert {(o.failure, o.failed_stage) for o in failed} == {("out-of-memory", "speed")}
+    assert all(Path(o.log).is_file() for o in failed)
+
+
+def test_a_setting_that_failed_twice_for_one_cause_is_not_tried_again(edit_study, options):
+    edit_study("low: 32, high: 512, step: 32", "low: 512, high: 512")
+    edit_study("low: 1, high: 128, log: true", "low: 32, high: 32")
+    folder = edit_study("low: 0, high: 10, default: 4", "low: 4, high: 4")
+    with pytest.raises(SearchError, match=r"10 trials .* not tried: it failed twice before \(out-of-memory\)"):
+        search(read_study(folder), options(20, engine=ODD + "NoMemoryForDrafts"), Silent())
+    tried = [o.failed_stage for o in stored(options(20)).outcomes()]
+    assert tried == ["speed", "speed", *[None] * 8]
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("UselessDrafter", "0.0% of the first drafts are accepted: the drafter does not fit the model"),
+        ("LoopsWithDrafts", "its outputs loop: 10% of their 4-grams are distinct"),
+    ],
+)
+def test_a_broken_model_is_said_to_be_in_the_trial_and_in_the_summary(study_folder, options, engine, says):
+    summary = search(read_study(study_folder), options(6, engine=ODD + engine), Silent())
+    drafting = [
+        o for o in stored(options(6)).outcomes() if o.state == "COMPLETE" and o.setting["num_speculative_tokens"]
+    ]
+    assert drafting and all(says in o.warning for o in drafting)
+    assert says in summary.as_json()["warnings"][0]["warning"]
+    assert any(f"WARNING, trial 0: {says}" in line for line in search_words(summary))
+
+
+def test_a_model_that_is_worse_than_guessing_ends_the_search(study_folder, options):
+    with pytest.raises(
+        SearchError, match=r"The model is broken at its reference setting: a perplexity of 1,202,604 is worse"
+    ):
+        search(read_study(study_folder), options(5, engine=ODD + "KnowsNothing"), Silent())
+
+
+def test_a_speed_that_no_memory_can_deliver_is_no_measurement(study_folder, options):
+    with pytest.raises(
+        SearchError, match=r"could not be measured: prompt p0: \d+ steps a second over 8.00 GB of weights"
+    ):
+        search(read_study(study_folder), options(5, engine=ODD + "TooFast"), Silent())

@@ -19,6 +19,7 @@ from search.store.store import (
     open_engine,
     safe_url,
     setting_key,
+    study_names,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "pareto_front",
     "safe_url",
     "setting_key",
+    "study_names",
 ]

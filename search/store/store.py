@@ -118,6 +118,12 @@ def _take_turns(engine: Engine) -> None:
         connection.exec_driver_sql(first)
 
 
+def study_names(engine: Engine) -> list[str]:
+    """The studies that a database holds, in alphabetical order."""
+    with engine.connect() as connection:
+        return sorted(connection.scalars(select(Definition.study)))
+
+
 def setting_key(setting: Mapping[str, Any]) -> str:
     """A setting as one comparable text."""
     return json.dumps(setting, sort_keys=True)
@@ -348,6 +354,17 @@ class Store:
         query = query.options(selectinload(Measurement.timings)).order_by(Measurement.id)
         with self._session() as session:
             return list(session.scalars(query))
+
+    def stages(self) -> list[Measurement]:
+        """Every measurement of the study without its timings, oldest first."""
+        query = select(Measurement).where(Measurement.study == self.study).order_by(Measurement.id)
+        with self._session() as session:
+            return list(session.scalars(query))
+
+    def options(self) -> dict[str, Any]:
+        """What the study was first run with: engine, sampler, seed, trials."""
+        with self._session() as session:
+            return dict(session.get_one(Definition, self.study).options)
 
     def best(self) -> Outcome | None:
         """The fastest trial that passed the gate."""

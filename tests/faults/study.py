@@ -6,7 +6,7 @@ import yaml
 
 from tests.conftest import MINIATURE, STUDY, write_lines, write_texts
 
-STALL_S = {"synthetic": 4, "miniature": 90}  # a compilation is silent for a minute
+STALL_S = {"synthetic": 8, "miniature": 90}  # a compilation is silent for a minute
 
 
 def write_study(folder):

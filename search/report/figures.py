@@ -1,0 +1,331 @@
+"""The figures of a report, on plotly; each says in `alt` what it shows, for those who do not see it.
+
+Colours are Okabe and Ito's, which those who are colour-blind tell apart; shapes differ too. Text and grid are left to
+the page, which knows whether it is light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from search.knobs import DRAFTS, KNOWN, WINDOW
+from search.report.hypervolume import progress
+
+if TYPE_CHECKING:
+    from search.store.frames import Frames
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"),
+    *("#56B4E9", "#808080"),
+)
+NAMES = {WINDOW: "sliding window", "centroid_top_k": "centroid top-k", DRAFTS: "speculative tokens K"}
+MANY = 1500  # points from which on they are drawn by the graphics card
+LEAST_FOR_IMPORTANCE = 20  # trials
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its title and what it shows in words."""
+
+    name: str
+    title: str
+    alt: str
+    plot: go.Figure
+
+
+def all_figures(study: Frames) -> list[Figure]:
+    """Every figure that the study has something to show in."""
+    makers: list[Callable[[Frames], Figure | None]] = [
+        front,
+        ppl_by_window,
+        tps_by_knob,
+        acceptance,
+        importance,
+        best_so_far,
+        drift,
+        held_out,
+        time_spent,
+    ]
+    return [figure for maker in makers if (figure := maker(study)) is not None]
+
+
+def front(study: Frames) -> Figure | None:
+    """TPS against perplexity: what passed, what is on the front, what was pruned, and the ceiling."""
+    trials, timed = study.trials, _timed(study)
+    if trials.empty:
+        return None
+    plot = go.Figure()
+    passed, best = timed[~timed.on_front], timed[timed.on_front].sort_values("ppl")
+    plot.add_trace(_points(passed, "passed the gate", SKY, "circle"))
+    if not best.empty:
+        errors = {
+            "array": best.tps_high - best.tps,
+            "arrayminus": best.tps - best.tps_low,
+            "color": BLUE,
+            "thickness": 1,
+        }
+        plot.add_trace(
+            go.Scatter(
+                x=best.ppl,
+                y=best.tps,
+                error_y=errors,
+                mode="markers+lines",
+                name="front",
+                **_hover(best),
+                line={"color": BLUE, "shape": "hv"},
+                marker={"size": 9, "symbol": "diamond"},
+            )
+        )
+    pruned = trials[(trials.state == "PRUNED") & trials.ppl.notna()]
+    if not pruned.empty:
+        floor = 0.97 * min([*timed.tps, study.reference.tps])
+        plot.add_trace(_points(pruned.assign(tps=floor), "pruned: over the ceiling, not timed", RED, "x", timed=False))
+    plot.add_trace(
+        go.Scatter(
+            x=[study.reference.ppl],
+            y=[study.reference.tps],
+            mode="markers",
+            name="reference",
+            hoverinfo="text",
+            text=[f"reference: {study.reference.tps:.1f} tok/s, perplexity {study.reference.ppl:.4f}"],
+            marker={"size": 12, "symbol": "star", "color": ORANGE},
+        )
+    )
+    plot.add_vline(x=study.ceiling, line={"color": RED, "dash": "dash"}, annotation={"text": "ceiling"})
+    plot.update_layout(xaxis_title="perplexity (less is better)", yaxis_title="tokens a second")
+    far = pruned.ppl.quantile(0.9) if not pruned.empty else study.ceiling
+    low, high = min([study.reference.ppl, *timed.ppl]), max(study.ceiling, far)
+    plot.update_xaxes(range=[low - 0.05 * (high - low), high + 0.05 * (high - low)])
+    fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "none passed the gate"
+    alt = f"Tokens a second against perplexity: {len(timed)} trials passed, {len(pruned)} were pruned; {fastest}."
+    return Figure("front", "What each setting costs and gives", alt, plot)
+
+
+def ppl_by_window(study: Frames) -> Figure | None:
+    """Perplexity by window, with the ceiling."""
+    if WINDOW not in study.trials or study.trials.ppl.isna().all():
+        return None
+    by_window = study.trials.dropna(subset=["ppl"]).groupby(WINDOW).ppl.first()
+    plot = go.Figure(
+        go.Scatter(x=by_window.index, y=by_window, mode="markers+lines", line={"color": BLUE}, name="perplexity")
+    )
+    plot.add_hline(y=study.ceiling, line={"color": RED, "dash": "dash"}, annotation={"text": "ceiling"})
+    plot.update_layout(xaxis_title=NAMES[WINDOW], yaxis_title="perplexity", showlegend=False)
+    under = by_window[by_window <= study.ceiling]
+    words = f"the smallest window under the ceiling is {under.index.min()}" if not under.empty else "none is under it"
+    return Figure("ppl", "Perplexity by window", f"Perplexity of {len(by_window)} windows; {words}.", plot)
+
+
+def tps_by_knob(study: Frames) -> Figure | None:
+    """TPS against each knob, one panel each."""
+    timed, knobs = _timed(study), _knobs(study)
+    if timed.empty or not knobs:
+        return None
+    plot = make_subplots(1, len(knobs), shared_yaxes=True, horizontal_spacing=0.03)
+    for column, knob in enumerate(knobs, start=1):
+        kind = go.Scattergl if len(timed) > MANY else go.Scatter
+        plot.add_trace(
+            kind(x=timed[knob], y=timed.tps, mode="markers", marker={"color": SKY, "size": 5}, name=NAMES[knob]),
+            row=1,
+            col=column,
+        )
+        middle = timed.groupby(knob).tps.median()
+        plot.add_trace(go.Scatter(x=middle.index, y=middle, line={"color": BLUE}, name="median"), row=1, col=column)
+        plot.update_xaxes(title_text=NAMES[knob], row=1, col=column)
+    plot.update_yaxes(title_text="tokens a second", col=1)
+    plot.update_layout(showlegend=False)
+    return Figure("knobs", "Tokens a second by each knob", f"{len(timed)} timed trials by {len(knobs)} knobs.", plot)
+
+
+def acceptance(study: Frames) -> Figure | None:
+    """How often the draft at each position is accepted, for the points of the front."""
+    best = study.trials[study.trials.on_front & study.trials.acceptance_rate.map(bool)]
+    if best.empty:
+        return None
+    plot = go.Figure()
+    for trial in best.itertuples():
+        rates = list(trial.acceptance_rate)
+        plot.add_trace(go.Scatter(x=list(range(1, len(rates) + 1)), y=rates, name=f"trial {trial.trial}"))
+    plot.update_layout(xaxis_title="position of the draft", yaxis_title="accepted", yaxis_tickformat=".0%")
+    first = best.acceptance_rate.map(lambda rates: rates[0])
+    alt = f"Share of drafts accepted by position; of first drafts {first.min():.0%} to {first.max():.0%}."
+    return Figure("acceptance", "Drafts accepted", alt, plot)
+
+
+def importance(study: Frames) -> Figure | None:
+    """How much each knob matters for TPS and for perplexity (PED-ANOVA)."""
+    found = {what: _importances(study, what) for what in ("tps", "ppl")}
+    if not all(found.values()):
+        return None
+    plot = go.Figure()
+    for what, colour, label in (("tps", BLUE, "tokens a second"), ("ppl", ORANGE, "perplexity")):
+        plot.add_trace(
+            go.Bar(
+                y=[NAMES[k] for k in found[what]],
+                x=list(found[what].values()),
+                orientation="h",
+                name=label,
+                marker_color=colour,
+            )
+        )
+    plot.update_layout(xaxis_title="importance", xaxis_tickformat=".0%")
+    tops = {what: NAMES[max(values, key=lambda k: values[k])] for what, values in found.items()}
+    alt = f"What matters most: for tokens a second the {tops['tps']}, for perplexity the {tops['ppl']}."
+    return Figure("importance", "What matters", alt, plot)
+
+
+def best_so_far(study: Frames) -> Figure | None:
+    """Best TPS under the ceiling and hypervolume, by trial and by wall time."""
+    trials = study.trials[study.trials.state != "FAIL"]
+    if trials.empty:
+        return None
+    timed = trials.tps.where(trials.state == "COMPLETE")
+    best = timed.cummax().ffill()
+    points = [None if pd.isna(t) else (t, p) for t, p in zip(timed, trials.ppl, strict=True)]
+    volume = pd.Series(progress(points, study.ceiling), index=trials.index)
+    minutes = (trials.finished_at - trials.finished_at.iloc[0]).dt.total_seconds() / 60
+    steps = (volume.diff() != 0) | (best.diff() != 0) & best.notna()
+    steps.iloc[-1] = True  # between steps nothing changes
+    plot = make_subplots(
+        2, 2, shared_yaxes="rows", shared_xaxes="columns", horizontal_spacing=0.04, vertical_spacing=0.08
+    )
+    for column, (x, name) in enumerate(((trials.trial, "trial"), (minutes, "minutes")), start=1):
+        plot.add_trace(go.Scatter(x=x[steps], y=best[steps], line={"color": BLUE, "shape": "hv"}), row=1, col=column)
+        plot.add_trace(go.Scatter(x=x[steps], y=volume[steps], line={"color": GREEN, "shape": "hv"}), row=2, col=column)
+        plot.update_xaxes(title_text=name, row=2, col=column)
+    plot.update_yaxes(title_text="best tok/s", row=1, col=1)
+    plot.update_yaxes(title_text="hypervolume", row=2, col=1)
+    plot.update_layout(showlegend=False)
+    if best.notna().any():
+        last = trials.trial[best == best.iloc[-1]].iloc[0]
+        alt = f"The best of {len(trials)} trials was found in trial {last}."
+    else:
+        alt = "No trial passed the gate."
+    return Figure("progress", "How the search got there", alt, plot)
+
+
+def drift(study: Frames) -> Figure | None:
+    """How fast the reference setting was when it was timed again."""
+    again = study.stages[study.stages.status == "drift"] if not study.stages.empty else study.stages
+    if again.empty:
+        return None
+    speed, low, high = 1 / again.drift.astype(float), 1 / again.high.astype(float), 1 / again.low.astype(float)
+    errors = {"array": high - speed, "arrayminus": speed - low, "color": ORANGE, "thickness": 1}
+    plot = go.Figure(
+        go.Scatter(x=again.trial, y=speed, error_y=errors, mode="markers", marker={"color": ORANGE, "size": 8})
+    )
+    plot.add_hline(y=1, line={"color": GREY, "dash": "dash"})
+    plot.update_layout(xaxis_title="before trial", yaxis_title="reference, × its first speed")
+    alt = f"The reference setting was timed again {len(again)} times: {speed.min():.2f} to {speed.max():.2f} × as fast."
+    return Figure("drift", "Drift of the machine", alt, plot)
+
+
+def held_out(study: Frames) -> Figure | None:
+    """Finalists served: tune against held-out prompts, and what is claimed."""
+    found = study.confirmations
+    if found.empty or found["mean"].isna().all():
+        return None
+    found = found.dropna(subset=["mean"])
+    labels = [f"trial {trial}" for trial in found.trial]
+    errors = {"array": found.high - found["mean"], "arrayminus": found["mean"] - found.low, "thickness": 1}
+    plot = go.Figure(
+        [
+            go.Bar(x=labels, y=found.tune_tps, name="tune prompts", marker_color=SKY),
+            go.Bar(x=labels, y=found["mean"], name="held-out prompts", marker_color=BLUE, error_y=errors),
+            go.Scatter(
+                x=labels,
+                y=found.claimed,
+                name="claimed",
+                mode="markers",
+                marker={"symbol": "line-ew-open", "size": 26, "color": RED},
+            ),
+        ]
+    )
+    plot.update_layout(yaxis_title="tokens a second, served")
+    alt = f"{len(found)} finalists on prompts the search saw and on prompts that it did not."
+    return Figure("held-out", "Finalists, served", alt, plot)
+
+
+def time_spent(study: Frames) -> Figure | None:
+    """Seconds by stage, over the whole search."""
+    if study.stages.empty:
+        return None
+    of_stages = study.stages.groupby(["stage", "status"]).wall_s.sum()
+    spent = {"starting engines": float(study.environments.start_s.sum())}
+    names = {
+        ("gate", "done"): "scoring records",
+        ("gate", "proof"): "proving the memory",
+        ("gate", "remembered"): "remembered gates",
+        ("speed", "done"): "timing prompts",
+        ("speed", "control"): "controls",
+        ("speed", "repeat"): "timing the reference twice",
+        ("speed", "drift"): "drift",
+        ("speed", "interrupted"): "interrupted",
+    }
+    for key, label in names.items():
+        if key in of_stages.index:
+            spent[label] = float(of_stages[key])
+    ordered = dict(sorted(spent.items(), key=lambda item: item[1]))
+    plot = go.Figure(go.Bar(y=list(ordered), x=list(ordered.values()), orientation="h", marker_color=PURPLE))
+    plot.update_layout(xaxis_title="seconds", showlegend=False)
+    most = max(spent, key=lambda name: spent[name])
+    alt = f"{sum(spent.values()):.0f} seconds in all, most of them on {most} ({spent[most]:.0f})."
+    return Figure("time", "Where the time went", alt, plot)
+
+
+def _timed(study: Frames) -> pd.DataFrame:
+    return study.trials[(study.trials.state == "COMPLETE") & study.trials.reused_from.isna()]
+
+
+def _knobs(study: Frames) -> list[str]:
+    return [name for name in KNOWN if name in study.trials and study.trials[name].nunique() > 1]
+
+
+def _hover(rows: pd.DataFrame, *, timed: bool = True) -> dict[str, Any]:
+    """What is shown of a point under the pointer: one template, and numbers, which take little room in the page."""
+    knobs = [name for name in KNOWN if name in rows]
+    lines = [
+        "<b>trial %{customdata[0]}</b>",
+        *(f"{NAMES[name]} %{{customdata[{place}]}}" for place, name in enumerate(knobs, start=1)),
+        "perplexity %{x:.4f}",
+        *(["%{y:.1f} tok/s"] if timed else []),
+    ]
+    data = rows[["trial", *knobs]].to_numpy(dtype="int32")
+    return {"customdata": data, "hovertemplate": "<br>".join(lines) + "<extra></extra>"}
+
+
+def _points(rows: pd.DataFrame, name: str, colour: str, symbol: str, *, timed: bool = True) -> Any:
+    kind = go.Scattergl if len(rows) > MANY else go.Scatter
+    marker = {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.75}
+    return kind(x=rows.ppl, y=rows.tps, mode="markers", name=name, marker=marker, **_hover(rows, timed=timed))
+
+
+def _importances(study: Frames, what: str) -> dict[str, float]:
+    """Share of what a knob explains of `what`, by knob; empty where there are too few trials to tell."""
+    import optuna
+
+    knobs = _knobs(study)
+    rows = study.trials.dropna(subset=[what])
+    if len(rows) < LEAST_FOR_IMPORTANCE or len(knobs) < 2 or rows[what].nunique() < 2:
+        return {}
+    ranges: dict[str, optuna.distributions.BaseDistribution] = {
+        k: optuna.distributions.IntDistribution(int(rows[k].min()), int(rows[k].max())) for k in knobs
+    }
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    mirror = optuna.create_study(direction="maximize" if what == "tps" else "minimize")
+    mirror.add_trials(
+        [
+            optuna.trial.create_trial(
+                params={k: int(row[k]) for k in knobs}, distributions=ranges, value=float(row[what])
+            )
+            for row in rows[[*knobs, what]].to_dict("records")
+        ]
+    )
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    return dict(optuna.importance.get_param_importances(mirror, evaluator=evaluator, params=knobs))

@@ -1,0 +1,116 @@
+"""A study as pandas DataFrames: what reports and notebooks read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from search.errors import SearchError
+from search.knobs import KNOWN
+from search.store.models import Measurement, Outcome
+from search.store.store import REFERENCE, Store, open_engine, study_names
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+
+@dataclass(frozen=True)
+class Frames:
+    """One study.
+
+    trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
+        ppl, excess (how far its perplexity is over the ceiling), on_front, acceptance_rate (a list by position),
+        reused_from, reason, failure, failed_stage, warning, wall_s, finished_at.
+    reference: the same of the reference setting.
+    stages: a row a stage of a trial: trial, stage, status, wall_s, made_at, and drift, low, high where the reference
+        was timed again.
+    confirmations: a row a finalist: trial, eligible, reason, claimed, mean, low, high, p_pass, tune_tps, held_out_tps,
+        gap, ppl, held_out_ratio, identity_rate, and a column for each knob.
+    environments: a row an engine start: facts as columns, start_s, started_at.
+    """
+
+    study: str
+    simulated: bool
+    ceiling: float
+    trials: DataFrame
+    reference: Series[Any]
+    stages: DataFrame
+    confirmations: DataFrame
+    environments: DataFrame
+
+
+def load(url: str, study: str | None = None) -> Frames:
+    """Read a study from its database; `study` may be left out where there is but one.
+
+    Raises:
+        SearchError: there is no such database or study, or nothing has been measured in it yet.
+    """
+    engine = open_engine(url, must_exist=True)
+    if study is None:
+        names = study_names(engine)
+        if len(names) != 1:
+            raise SearchError(f"Which study? The database holds {', '.join(names) or 'none'}.")
+        (study,) = names
+    return frames(Store(engine, study))
+
+
+def frames(store: Store) -> Frames:
+    """The same from an open store."""
+    import pandas as pd
+
+    reference = store.outcome(REFERENCE)
+    if reference is None:
+        raise SearchError(f"Nothing has been measured in study {store.study!r} yet.")
+    stages = store.stages()
+    accepted = {m.trial: m.figures.get("acceptance_rate") for m in stages if (m.stage, m.status) == ("speed", "done")}
+    front = {point.trial for point in store.front()}
+    rows = [_trial(outcome, accepted, front) for outcome in [reference, *store.outcomes()]]
+    table = pd.DataFrame(rows).set_index("trial", drop=False)
+    assert reference.ceiling is not None
+    return Frames(
+        study=store.study,
+        simulated=reference.simulated,
+        ceiling=reference.ceiling,
+        trials=table.drop(index=REFERENCE),
+        reference=table.loc[REFERENCE],
+        stages=pd.DataFrame([_stage(m) for m in stages]),
+        confirmations=pd.DataFrame([_confirmation(c) for c in store.confirmations()]),
+        environments=pd.DataFrame(
+            [{**e.facts, "start_s": e.start_s, "started_at": e.created_at} for e in store.environments()]
+        ),
+    )
+
+
+def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[str, Any]:
+    names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "excess", "prompts", "reused_from", "reason")
+    more = ("failure", "failed_stage", "warning", "wall_s")
+    return {
+        **{name: getattr(outcome, name) for name in (*names, *more)},
+        **{name: outcome.setting.get(name) for name in KNOWN if name in outcome.setting},
+        "on_front": outcome.trial in front,
+        "acceptance_rate": accepted.get(outcome.source),
+        "finished_at": outcome.created_at,
+    }
+
+
+def _stage(measurement: Measurement) -> dict[str, Any]:
+    drift = {name: measurement.figures.get(name) for name in ("drift", "low", "high")}
+    return {
+        "trial": measurement.trial,
+        "stage": measurement.stage,
+        "status": measurement.status,
+        "wall_s": measurement.wall_s,
+        "made_at": measurement.created_at,
+        **(drift if measurement.status == "drift" else dict.fromkeys(drift)),
+    }
+
+
+def _confirmation(found: Any) -> dict[str, Any]:
+    names = ("trial", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass")
+    figures = ("tune_tps", "held_out_tps", "gap", "ppl", "held_out_ratio")
+    return {
+        **{name: getattr(found, name) for name in names},
+        **{name: found.figures.get(name) for name in figures},
+        "identity_rate": (found.figures.get("identity") or {}).get("rate"),
+        **found.setting,
+    }
