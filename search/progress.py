@@ -17,7 +17,7 @@ from search.knobs import words
 from search.store import REFERENCE, Outcome
 
 if TYPE_CHECKING:
-    from search.study import Summary
+    from search.summary import Summary
 
 STAGE_WORDS = {
     "start": "starting the engine",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
 
 if TYPE_CHECKING:
-    from search.study import Summary
+    from search.summary import Summary
 
 DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
 

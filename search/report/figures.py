@@ -83,6 +83,7 @@ def front(study: Frames) -> Figure | None:
             )
         )
     pruned = trials[(trials.state == "PRUNED") & trials.ppl.notna()]
+    pruned = pruned.assign(ppl=pruned.ppl_of_all)
     if not pruned.empty:
         floor = 0.97 * min([*timed.tps, study.reference.tps])
         plot.add_trace(_points(pruned.assign(tps=floor), "pruned: over the ceiling, not timed", RED, "x", timed=False))
@@ -109,9 +110,9 @@ def front(study: Frames) -> Figure | None:
 
 def ppl_by_window(study: Frames) -> Figure | None:
     """Perplexity by window, with the ceiling."""
-    if WINDOW not in study.trials or study.trials.ppl.isna().all():
+    if WINDOW not in study.trials or study.trials.ppl_of_all.isna().all():
         return None
-    by_window = study.trials.dropna(subset=["ppl"]).groupby(WINDOW).ppl.first()
+    by_window = study.trials.dropna(subset=["ppl_of_all"]).groupby(WINDOW).ppl_of_all.first()
     plot = go.Figure(
         go.Scatter(x=by_window.index, y=by_window, mode="markers+lines", line={"color": BLUE}, name="perplexity")
     )
@@ -160,11 +161,11 @@ def acceptance(study: Frames) -> Figure | None:
 
 def importance(study: Frames) -> Figure | None:
     """How much each knob matters for TPS and for perplexity (PED-ANOVA)."""
-    found = {what: _importances(study, what) for what in ("tps", "ppl")}
+    found = {what: _importances(study, what) for what in ("tps", "ppl_of_all")}
     if not all(found.values()):
         return None
     plot = go.Figure()
-    for what, colour, label in (("tps", BLUE, "tokens a second"), ("ppl", ORANGE, "perplexity")):
+    for what, colour, label in (("tps", BLUE, "tokens a second"), ("ppl_of_all", ORANGE, "perplexity")):
         plot.add_trace(
             go.Bar(
                 y=[NAMES[k] for k in found[what]],
@@ -176,7 +177,7 @@ def importance(study: Frames) -> Figure | None:
         )
     plot.update_layout(xaxis_title="importance", xaxis_tickformat=".0%")
     tops = {what: NAMES[max(values, key=lambda k: values[k])] for what, values in found.items()}
-    alt = f"What matters most: for tokens a second the {tops['tps']}, for perplexity the {tops['ppl']}."
+    alt = f"What matters most: for tokens a second the {tops['tps']}, for perplexity the {tops['ppl_of_all']}."
     return Figure("importance", "What matters", alt, plot)
 
 

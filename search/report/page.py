@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from search.store.frames import Frames
 
 TEMPLATE = Path(__file__).parent / "page.html"
-PLOT_OPTIONS = {"displaylogo": False, "responsive": True}
+PLOT_OPTIONS = {"displayModeBar": False, "responsive": True}
 
 
 @dataclass(frozen=True)

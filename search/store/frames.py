@@ -19,8 +19,9 @@ class Frames:
     """One study.
 
     trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
-        ppl, excess (how far its perplexity is over the ceiling), on_front, acceptance_rate (a list by position),
-        reused_from, reason, failure, failed_stage, warning, wall_s, finished_at.
+        ppl (over the records that the gate used), ppl_of_all (over all of them; an estimate where it was rejected
+        early), on_front, acceptance_rate (a list by position), reused_from, reason, failure, failed_stage, warning,
+        wall_s, finished_at.
     reference: the same of the reference setting.
     stages: a row a stage of a trial: trial, stage, status, wall_s, made_at, and drift, low, high where the reference
         was timed again.
@@ -82,10 +83,11 @@ def frames(store: Store) -> Frames:
 
 
 def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[str, Any]:
-    names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "excess", "prompts", "reused_from", "reason")
+    names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "prompts", "reused_from", "reason")
     more = ("failure", "failed_stage", "warning", "wall_s")
     return {
         **{name: getattr(outcome, name) for name in (*names, *more)},
+        "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),
         **{name: outcome.setting.get(name) for name in KNOWN if name in outcome.setting},
         "on_front": outcome.trial in front,
         "acceptance_rate": accepted.get(outcome.source),

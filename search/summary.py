@@ -1,0 +1,105 @@
+"""What a search did, read back from the store: the document of `search.run --json`, as an object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from search.errors import SearchError
+from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended."""
+
+    study: str
+    simulated: bool
+    counts: dict[str, int]
+    reused: int
+    reference: Outcome
+    ceiling: float | None
+    front: list[dict[str, Any]]
+    best: dict[str, Any] | None
+    wall_s: float
+    engine_starts: int
+    gate: dict[str, int]
+    drift: list[dict[str, Any]]
+    warnings: list[dict[str, Any]]
+    confirmed: list[Confirmation]
+    winner: Confirmation | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The document `--json` prints."""
+        return {
+            "study": self.study,
+            "simulated": self.simulated,
+            "trials": {**self.counts, "reused": self.reused},
+            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl},
+            "ceiling": self.ceiling,
+            "front": self.front,
+            "best": self.best,
+            "confirmed": _confirmed(self.winner),
+            "drift": self.drift,
+            "warnings": self.warnings,
+            "wall_s": round(self.wall_s, 1),
+            "engine_starts": self.engine_starts,
+            "gate": self.gate,
+        }
+
+
+def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
+    """The study's summary.
+
+    Raises:
+        SearchError: nothing has been measured yet.
+    """
+    outcomes = store.outcomes()
+    states = [outcome.state for outcome in outcomes]
+    reference = store.outcome(REFERENCE)
+    if reference is None:
+        raise SearchError("Nothing has been measured yet: --trials must be at least 1.")
+    front = [_point(point) for point in store.front()]
+    return Summary(
+        study=store.study,
+        simulated=reference.simulated,
+        counts={
+            "complete": states.count("COMPLETE"),
+            "pruned": states.count("PRUNED"),
+            "failed": states.count("FAIL"),
+        },
+        reused=sum(outcome.reused_from is not None for outcome in outcomes),
+        reference=reference,
+        ceiling=reference.ceiling,
+        front=front,
+        best=front[-1] if front else None,
+        wall_s=wall_s,
+        engine_starts=engine_starts,
+        gate=store.gate_counts(),
+        drift=[
+            {"trial": m.trial, **{name: m.figures[name] for name in ("drift", "low", "high", "other_outputs")}}
+            for m in store.measurements("speed", "drift")
+        ],
+        warnings=[{"trial": o.trial, "warning": o.warning} for o in outcomes if o.warning and o.reused_from is None],
+        confirmed=store.confirmations(),
+        winner=store.winner(),
+    )
+
+
+def _confirmed(found: Confirmation | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    names = ("trial", "claimed", "mean", "low", "high", "p_pass")
+    kept = ("ppl", "held_out_ratio", "held_out_tps", "tune_tps", "gap", "identity")
+    return {**{n: getattr(found, n) for n in names}, **{n: found.figures[n] for n in kept}, "knobs": found.setting}
+
+
+def _point(point: FrontPoint) -> dict[str, Any]:
+    return {
+        "trial": point.trial,
+        "tps": point.tps,
+        "tps_low": point.tps_low,
+        "tps_high": point.tps_high,
+        "ppl": point.ppl,
+        "knobs": point.setting,
+    }
