@@ -7,6 +7,7 @@ without drafts. Whoever leads is served in a second process before it wins. Clai
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from search import gate, served
-from search.claim import TOLERANCE, Claim, claim
+from search.claim import TOLERANCE, claim
 from search.data import Prompt
 from search.endpoint import Endpoint, EndpointError
 from search.engine.process import WorkerError
@@ -24,6 +25,7 @@ from search.errors import SearchError
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
 from search.knobs import DRAFTS, quality_part, words
 from search.manifest import build_manifest, write_manifest
+from search.pace import elasticity
 from search.spec import StudySpec
 from search.stages import Observer
 from search.store import REFERENCE, Confirmation, Outcome, Store, setting_key
@@ -63,7 +65,7 @@ def confirm(
         SearchError: the engine does not start, or does not decode without drafts.
     """
     chosen = finalists(store, count)
-    missing = [outcome for outcome in chosen if not ((known := store.confirmation(outcome.trial)) and known.figures)]
+    missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial))]
     if missing:
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         try:
@@ -73,10 +75,19 @@ def confirm(
         laboratory.end_worker()  # two engines at once would slow each other
         for outcome in missing:
             store.add_confirmation(_confirmation(spec, store, outcome, evidence, observer, logs))
+            _claim_anew(spec, store)
     while (leader := store.winner()) is not None and len(leader.figures["processes"]) < PROCESSES:
         laboratory.end_worker()
         store.add_confirmation(_served_again(spec, store, leader, observer, logs))
+        _claim_anew(spec, store)
+        if again := store.confirmation(leader.trial):
+            observer.note(f"Served trial {leader.trial} again: {_verdict(again)}")
     return store.confirmations()
+
+
+def _complete(found: Confirmation | None) -> bool:
+    """Whether a finalist was measured to the end; its server may have failed, or an earlier release measured less."""
+    return found is not None and "pace_elasticity" in found.figures
 
 
 def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[Outcome]) -> PlainEvidence:
@@ -105,9 +116,15 @@ def _confirmation(
     except EndpointError as error:
         found = Confirmation(eligible=False, reason=str(error)[:1000], figures={})
     found.study, found.trial, found.setting = store.study, outcome.trial, dict(outcome.setting)
-    verdict = f"claims {found.claimed:.1f} tok/s" if found.eligible else f"does not win: {found.reason}"
-    observer.note(f"Confirmed trial {outcome.trial}: {verdict}")
+    observer.note(f"Confirmed trial {outcome.trial}: {_verdict(found)}")
     return found
+
+
+def _verdict(found: Confirmation) -> str:
+    if not found.eligible:
+        return f"does not win: {found.reason}"
+    count = len(found.figures["processes"])
+    return f"claims {found.claimed:.1f} tok/s" + (f" from {count} processes" if count > 1 else "")
 
 
 def _served_again(spec: StudySpec, store: Store, leader: Confirmation, observer: Observer, logs: Path) -> Confirmation:
@@ -121,29 +138,47 @@ def _served_again(spec: StudySpec, store: Store, leader: Confirmation, observer:
     except EndpointError as error:
         leader.eligible, leader.reason, leader.figures = False, str(error)[:1000], {}
         return leader
-    processes = [*leader.figures["processes"], {"passes": speed.passes, "machine_s": speed.machine_s}]
-    promise = _promise(processes, prompts, tokens)
-    for name, value in _columns(promise).items():
-        setattr(leader, name, value)
-    leader.figures = {
-        **leader.figures,
-        "processes": processes,
-        "same_tokens_again": sum(leader.figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts),
-        "p_pass_new_prompts": promise.p_pass_new_prompts,
-        "held_out_tps": promise.mean,
-    }
-    observer.note(f"Served trial {leader.trial} again: claims {promise.claimed:.1f} tok/s from {PROCESSES} processes")
+    same = sum(leader.figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts)
+    processes = [*leader.figures["processes"], _timed(speed)]
+    leader.figures = {**leader.figures, "processes": processes, "same_tokens_again": same}
     return leader
 
 
-def _promise(processes: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokens: int) -> Claim:
-    """The claim of all processes, each as it would have gone at the pace of the machine during the first."""
-    found = [served.Served(passes=p["passes"], machine_s=p["machine_s"]) for p in processes]
-    return claim([process.at(found[0].pace_s, prompts) for process in found], tokens)
+def _timed(speed: served.Served) -> dict[str, Any]:
+    """What the store keeps of a process's passes."""
+    return {"passes": speed.passes, "machine_s": speed.machine_s}
 
 
-def _columns(promise: Claim) -> dict[str, float]:
-    return {name: getattr(promise, name) for name in ("claimed", "mean", "low", "high", "p_pass")}
+def _again(timed: Mapping[str, Any]) -> served.Served:
+    return served.Served(passes=timed["passes"], machine_s=timed["machine_s"])
+
+
+def _claim_anew(spec: StudySpec, store: Store) -> None:
+    """Let every finalist's claim rest on all that is known of the machine.
+
+    How throughput follows the pace is estimated from the passes of all of them.
+    """
+    found = [confirmation for confirmation in store.confirmations() if _complete(confirmation)]
+    slope = elasticity([_again(timed).paces for c in found for timed in c.figures["processes"]])
+    for confirmation in found:
+        _claim_at(confirmation, slope, spec.workload.output_tokens)
+        store.add_confirmation(confirmation)
+
+
+def _claim_at(confirmation: Confirmation, slope: float, tokens: int) -> None:
+    """Fill in a confirmation's claim, and how its tune prompts compare, at the pace of its own processes."""
+    processes = [_again(timed) for timed in confirmation.figures["processes"]]
+    machine_s = statistics.geometric_mean([process.pace_s for process in processes])
+    promise = claim([process.at(machine_s, slope) for process in processes], tokens)
+    for name in ("claimed", "mean", "low", "high", "p_pass"):
+        setattr(confirmation, name, getattr(promise, name))
+    of_pace = {"machine_s": machine_s, "pace_elasticity": slope, "p_pass_new_prompts": promise.p_pass_new_prompts}
+    gap: dict[str, float | None] = {"tune_tps": promise.mean, "held_out_tps": None, "gap": None, "least_gap": None}
+    if confirmation.figures["tune"] is not None:
+        (tune,) = _again(confirmation.figures["tune"]).at(machine_s, slope)
+        fall, least_fall = served.fall(tune, processes[0].at(machine_s, slope)[0])
+        gap = {"tune_tps": served.tps(tune, tokens), "held_out_tps": promise.mean, "gap": fall, "least_gap": least_fall}
+    confirmation.figures = {**confirmation.figures, **of_pace, **gap}
 
 
 @contextmanager
@@ -172,36 +207,22 @@ def _measure(
     assert reference is not None and reference.ppl is not None and outcome.ceiling is not None
     effective = endpoint.effective()
     claimed_on: list[Prompt] = held_out or tune
-    speed = served.time_prompts(endpoint, claimed_on, tokens, tell, once=tune if held_out else ())
-    machine_s = speed.pace_s
-    processes = [{"passes": speed.passes, "machine_s": speed.machine_s}]
-    promise = _promise(processes, claimed_on, tokens)
+    speed = served.time_prompts(endpoint, claimed_on, tokens, tell)
+    of_tune = served.time_prompts(endpoint, tune, tokens, tell, probe=claimed_on[0], once=True) if held_out else None
+    outputs = {**speed.tokens, **(of_tune.tokens if of_tune else {})}
     gate_scores = served.score_records(endpoint, spec.records(), tell)
     held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
     shift = served.path_shift(endpoint, claimed_on, tokens)
-    identity = compare_tokens(evidence.by_trial[outcome.trial], speed.tokens)
+    identity = compare_tokens(evidence.by_trial[outcome.trial], outputs)
     ppl = gate.perplexity(gate_scores.values())
     held_out_ratio = (
         gate.perplexity(held_scores.values()) / gate.perplexity(evidence.held_out_scores.values())
         if held_scores
         else None
     )
-    fall, least_fall = (
-        served.fall(speed.at(machine_s, tune)[0], speed.at(machine_s, held_out)[0]) if held_out else (None, None)
-    )
-    mine, theirs = variety(speed.tokens), variety({p: plain.token_ids for p, plain in evidence.reference.items()})
-    reason = _objection(outcome, effective, speed, ppl, held_out_ratio, reference.ppl, least_fall, identity, shift) or (
-        "its outputs loop where the reference's do not" if degenerate(mine, theirs) else None
-    )
-    return Confirmation(
-        eligible=reason is None,
-        reason=reason,
-        **_columns(promise),
+    mine, theirs = variety(outputs), variety({p: plain.token_ids for p, plain in evidence.reference.items()})
+    found = Confirmation(
         figures={
-            "p_pass_new_prompts": promise.p_pass_new_prompts,
-            "tune_tps": served.tps(speed.at(machine_s, tune)[0], tokens),
-            "held_out_tps": promise.mean if held_out else None,
-            "gap": fall,
             "ppl": ppl,
             "held_out_ratio": held_out_ratio,
             "identity": identity.as_json(),
@@ -209,12 +230,18 @@ def _measure(
             "stable": speed.stable,
             "variety": {"distinct_4grams": mine.distinct_4grams, "compression": mine.compression},
             "reference_variety": {"distinct_4grams": theirs.distinct_4grams, "compression": theirs.compression},
-            "machine_s": machine_s,
-            "processes": processes,
+            "processes": [_timed(speed)],
+            "tune": _timed(of_tune) if of_tune else None,
             "effective": effective,
-            "tokens": {p: speed.tokens[p] for p in sorted(speed.tokens)},
-        },
+            "tokens": dict(sorted(outputs.items())),
+        }
     )
+    _claim_at(found, elasticity([speed.paces]), tokens)
+    found.reason = _objection(
+        outcome, effective, speed, ppl, held_out_ratio, reference.ppl, found.figures["least_gap"], identity, shift
+    ) or ("its outputs loop where the reference's do not" if degenerate(mine, theirs) else None)
+    found.eligible = found.reason is None
+    return found
 
 
 def _objection(

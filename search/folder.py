@@ -30,6 +30,7 @@ class _Evidence(msgspec.Struct):
     effective: dict[str, int]
     hashes: dict[str, str | None]
     machine_s: float | None = None
+    pace_elasticity: float | None = None
 
 
 class _Manifest(msgspec.Struct):
@@ -64,7 +65,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors that name the key
         raise UsageError(f"{path} is no manifest that search.export wrote: {error}.") from error
-    if checked.confirmed and (checked.evidence.tps.claimed is None or not checked.evidence.machine_s):
+    evidence = checked.evidence
+    if checked.confirmed and (evidence.tps.claimed is None or not evidence.machine_s or not evidence.pace_elasticity):
         raise UsageError(f"{path} says that it is confirmed, but not what it claims.")
     for name in (MANIFEST, PROMPTS, RECORDS, "serve.py"):
         if not (folder / name).resolve().is_relative_to(folder.resolve()):

@@ -25,7 +25,15 @@ def interruptible() -> Iterator[None]:
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
-    handlers = {sign: signal.signal(sign, _raise) for sign in SIGNALS}
+    heard: list[int] = []
+
+    def handle(sign: int, _frame: object) -> NoReturn:
+        heard.append(sign)
+        if len(heard) > 1:
+            os._exit(EXIT_CODE)
+        raise KeyboardInterrupt
+
+    handlers = {sign: signal.signal(sign, handle) for sign in SIGNALS}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     watch = threading.Thread(target=_watch, args=(read,), daemon=True)
     watch.start()
@@ -54,7 +62,3 @@ def _watch(read: int) -> None:
             if ends_at is not None:
                 os._exit(EXIT_CODE)
             ends_at = time.monotonic() + GRACE_S
-
-
-def _raise(*_: object) -> NoReturn:
-    raise KeyboardInterrupt

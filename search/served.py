@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from search.data import Prompt, Record
 from search.endpoint import Endpoint
 from search.gate import RecordScore
+from search.pace import elasticity
 
 WARMUPS = 4
 LEAST_PASSES, MOST_PASSES = 3, 6
@@ -23,10 +24,10 @@ Tell = Callable[[str, int, int], None]  # what is being measured, how much of it
 
 @dataclass
 class Served:
-    """Timed passes over a set of prompts: seconds and tokens by prompt id; the first pass may hold more prompts.
+    """Timed passes over a set of prompts in one process: seconds and tokens by prompt id.
 
-    `machine_s[i]` is how long the probe took during pass i: reading the first prompt and giving one token. That is the
-    same work whenever the same folder is served, and says how fast the machine was.
+    `machine_s[i]` is how long the probe took during pass i: reading one prompt and giving one token. That is the same
+    work whenever the same folder is served, and says how fast the machine was (see `search.pace`).
     """
 
     passes: list[dict[str, float]] = field(default_factory=list)
@@ -36,19 +37,22 @@ class Served:
     draft_tokens: int = 0
     stable: bool = True  # every pass gave the same tokens
 
-    def at(self, machine_s: float, prompts: Sequence[Prompt]) -> list[dict[str, float]]:
-        """The passes that hold `prompts`, as they would have gone on a machine whose probe takes `machine_s`."""
-        ids = [prompt.id for prompt in prompts]
+    def at(self, machine_s: float, elasticity: float) -> list[dict[str, float]]:
+        """The passes, as they would have gone on a machine whose probe takes `machine_s`."""
         return [
-            {p: seconds[p] * machine_s / now for p in ids}
+            {p: latency_s * (machine_s / now) ** elasticity for p, latency_s in seconds.items()}
             for seconds, now in zip(self.passes, self.machine_s, strict=True)
-            if ids[0] in seconds
         ]
+
+    @property
+    def paces(self) -> list[tuple[float, float]]:
+        """Seconds of the probe and of all prompts, by pass."""
+        return [(now, math.fsum(seconds.values())) for seconds, now in zip(self.passes, self.machine_s, strict=True)]
 
     @property
     def pace_s(self) -> float:
         """How long the probe took, over all passes."""
-        return statistics.fmean(self.machine_s)
+        return statistics.geometric_mean(self.machine_s)
 
     @property
     def drafts_a_step(self) -> float:
@@ -57,27 +61,38 @@ class Served:
 
 
 def time_prompts(
-    endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int, tell: Tell, once: Sequence[Prompt] = ()
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+    tell: Tell,
+    *,
+    probe: Prompt | None = None,
+    once: bool = False,
 ) -> Served:
     """Warm up, then time all prompts, one at a time and in one order, until the mean over passes is narrow.
 
-    Prompts that are timed `once` follow the others in the first pass.
+    Args:
+        endpoint: the server.
+        prompts: what to time.
+        output_tokens: that each is decoded to.
+        tell: told how it goes.
+        probe: the prompt whose first token shows how fast the machine is; the first of `prompts` if there is none.
+        once: make a single pass.
 
     Raises:
         EndpointError: an answer was not what was asked for.
     """
-    served = Served()
+    served, probe = Served(), probe or prompts[0]
     for prompt in prompts[:WARMUPS]:
         endpoint.complete(prompt.token_ids, output_tokens)
     counted = endpoint.draft_counts()
-    while len(served.passes) < MOST_PASSES and not _narrow(served, prompts):
+    while len(served.passes) < (1 if once else MOST_PASSES) and not _narrow(served):
         seconds: dict[str, float] = {}
         probes = []
-        in_pass = prompts if served.passes else [*prompts, *once]
-        for number, prompt in enumerate(in_pass):
-            tell(f"pass {len(served.passes) + 1}", number, len(in_pass))
+        for number, prompt in enumerate(prompts):
+            tell("prompts, once" if once else f"pass {len(served.passes) + 1}", number, len(prompts))
             if number % PROBE_EVERY == 0:
-                probes.append(endpoint.complete(prompts[0].token_ids, 1).latency_s)
+                probes.append(endpoint.complete(probe.token_ids, 1).latency_s)
             found = endpoint.complete(prompt.token_ids, output_tokens)
             seconds[prompt.id] = found.latency_s
             served.stable &= served.tokens.setdefault(prompt.id, found.token_ids) == found.token_ids
@@ -132,8 +147,9 @@ def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[floa
     return found, found - 1.96 * math.hypot(*errors)
 
 
-def _narrow(served: Served, prompts: Sequence[Prompt]) -> bool:
+def _narrow(served: Served) -> bool:
     if len(served.passes) < LEAST_PASSES:
         return False
-    logs = [math.log(math.fsum(seconds.values())) for seconds in served.at(1.0, prompts)]
+    at_one_pace = served.at(served.pace_s, elasticity([served.paces]))
+    logs = [math.log(math.fsum(seconds.values())) for seconds in at_one_pace]
     return statistics.stdev(logs) / math.sqrt(len(logs)) <= NARROW

@@ -163,6 +163,7 @@ MANIFEST = {
         "effective": {},
         "hashes": {},
         "machine_s": 0.01,
+        "pace_elasticity": 1.5,
     },
 }
 

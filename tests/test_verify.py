@@ -44,6 +44,7 @@ def exported(tmp_path, study_folder):
             "ppl": math.e,
             "ceiling": 2.8,
             "machine_s": FIRST_TOKEN_S + 0.0015,
+            "pace_elasticity": 1.0,
             "output_tokens": TOKENS,
             "effective": EFFECTIVE,
             "hashes": {
