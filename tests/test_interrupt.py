@@ -42,6 +42,7 @@ def test_the_first_signal_ends_it_cleanly(sign):
 def test_the_second_signal_ends_it_at_once():
     inside = "try:\n            time.sleep(60)\n        except KeyboardInterrupt:\n            time.sleep(60)"
     process = start(inside)
+    time.sleep(0.5)  # until it is inside the try
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     started = time.monotonic()

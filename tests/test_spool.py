@@ -4,6 +4,7 @@ import sqlite3
 
 import pytest
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 from test_store import outcome
 
 from search.errors import SpooledError
@@ -102,6 +103,25 @@ def test_a_trial_that_was_stored_after_all_is_not_stored_twice(store, url):
     spool.keep(Waiting(outcome(0), [measurement(0)], None))
     assert store.take_in_spool() == 1
     assert len(store.measurements("speed", "done", 0)) == 1
+
+
+def test_what_was_taken_in_before_the_database_failed_again_is_not_taken_in_twice(store, engine):
+    for trial in range(3):
+        store.spool([measurement(trial)])
+    calls = []
+
+    @event.listens_for(engine, "begin")
+    def begin(connection):
+        calls.append(connection)
+        connection.exec_driver_sql(f"PRAGMA query_only = {int(len(calls) > 1)}")
+
+    with pytest.raises(OperationalError, match="readonly"):
+        store.take_in_spool()
+    event.remove(engine, "begin", begin)
+    engine.dispose()
+    assert store.take_in_spool() == 2
+    assert [len(store.measurements("speed", "done", trial)) for trial in range(3)] == [1, 1, 1]
+    assert not list(store._spool.path.parent.glob("*spool*"))
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_the_others_are_taken(store):

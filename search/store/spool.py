@@ -82,7 +82,7 @@ class Spool:
             return _append(self._elsewhere, line)
 
     def take(self) -> Iterator[Waiting]:
-        """Everything that waits; a file is removed once the caller has come for what follows its last line.
+        """Everything that waits; each line is gone once the caller comes for the next.
 
         A line that was cut off while it was written is left out: whoever wrote it said that this failed.
         """
@@ -91,8 +91,18 @@ class Spool:
             for file in (taking, path):
                 if file.exists():
                     file.rename(taking)
-                    yield from filter(None, map(_waiting, taking.read_text().splitlines()))
-                    taking.unlink()
+                    yield from _one_by_one(taking)
+
+
+def _one_by_one(file: Path) -> Iterator[Waiting]:
+    lines = file.read_text().splitlines()
+    for place, line in enumerate(lines, start=1):
+        if (waiting := _waiting(line)) is not None:
+            yield waiting
+        left = file.with_name(f"{file.name}-left")
+        left.write_text("".join(f"{later}\n" for later in lines[place:]))
+        left.replace(file)
+    file.unlink()
 
 
 def _append(path: Path, line: str) -> Path:

@@ -146,14 +146,18 @@ class Store:
         A trial whose outcome is stored already stays as it is.
         """
         taken = 0
-        for waiting in self._spool.take() if self._spool else ():
-            if waiting.outcome is not None:
-                self.finish(waiting.outcome, waiting.measurements, waiting.slot)
-            else:
-                self.add_all(waiting.measurements)
-            if waiting.gate_key is not None:
-                self.remember_scores(waiting.gate_key, waiting.scores or {})
-            taken += 1
+        spool, self._spool = self._spool, None  # what cannot be taken in stays there, and need not wait twice
+        try:
+            for waiting in spool.take() if spool else ():
+                if waiting.outcome is not None:
+                    self.finish(waiting.outcome, waiting.measurements, waiting.slot)
+                else:
+                    self.add_all(waiting.measurements)
+                if waiting.gate_key is not None:
+                    self.remember_scores(waiting.gate_key, waiting.scores or {})
+                taken += 1
+        finally:
+            self._spool = spool
         return taken
 
     def spool(self, measurements: Sequence[Measurement]) -> None:
