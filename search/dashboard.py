@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             from optuna_dashboard import wsgi
         except ImportError:
             fail("Optuna Dashboard is not installed: pip install 'vllm-pareto[dashboard]'.")
+        from search.interrupt import interruptible
         from search.review import ReviewStorage
 
         app = wsgi(ReviewStorage(args.storage or DEFAULT_STORAGE))
@@ -56,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"WARNING: whoever reaches {args.host} can read and DELETE studies: there is no login.", flush=True)
         print(f"Optuna Dashboard: http://{args.host}:{server.server_port}/dashboard (Ctrl-C ends it)", flush=True)
         try:
-            server.serve_forever()
+            with interruptible():
+                server.serve_forever()
         except KeyboardInterrupt:
             print()
         finally:

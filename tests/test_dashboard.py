@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 import urllib.request
 
 import httpx
@@ -114,9 +113,11 @@ def test_the_command_serves_on_loopback_and_warns_beyond(run, url, python, tmp_p
             port = line.split(f"http://{host}:")[1].split("/")[0]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/dashboard", timeout=20) as page:
                 assert page.status == 200
-            time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=10) == 0
+            try:
+                assert process.wait(timeout=15) == 0
+            finally:
+                process.kill()
 
 
 def test_no_database_is_one_sentence(python, tmp_path):
