@@ -13,7 +13,7 @@ from search.errors import UsageError
 
 TUNE, HELD_OUT, GATE = "tune", "held-out", "gate"
 MAX_ID = 200  # characters; what the store's columns take
-T = TypeVar("T")
+T = TypeVar("T", "Prompt", "Record")
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,12 @@ def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T
             if not isinstance(row, dict):
                 raise ValueError("not an object in braces")
             item = build(row)
-            name = _id(row["id"])
-            if name in seen:
-                raise ValueError(f"id {name!r} occurs twice")
+            if item.id in seen:
+                raise ValueError(f"id {item.id!r} occurs twice")
         except (ValueError, KeyError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}, line {number}: {reason}.") from error
-        seen.add(name)
+        seen.add(item.id)
         items.append(item)
     if not items:
         raise UsageError(f"The {what} file {path} is empty.")

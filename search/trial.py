@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from search import broken, speed
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
-from search.engine.session import EngineSession
+from search.engine.session import EngineSession, insist
 from search.errors import SearchError
 from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
@@ -21,7 +21,6 @@ from search.stages import Observer, PerplexityStage, PlainStage, ThroughputStage
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, setting_key
 
 T = TypeVar("T")
-ATTEMPTS = 3  # at measuring one trial, where the machine is at fault
 FAILURES_A_SETTING = 2  # for one cause, after which it is not tried any more
 
 
@@ -139,14 +138,7 @@ class Laboratory:
         Raises:
             WorkerError: it failed for another cause, or too often.
         """
-        for left in reversed(range(ATTEMPTS)):
-            try:
-                return attempt()
-            except WorkerError as error:
-                if error.kind != "infrastructure" or not left:
-                    raise
-                self._observer.note(f"{what} is measured again: {error}")
-        raise AssertionError("unreachable")
+        return insist(attempt, lambda error: self._observer.note(f"{what} is measured again: {error}"))
 
     def _apply(self, trial: int, setting: Setting) -> Setting:
         with self._session.within("apply"):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from search.engine.simulated import VOCABULARY, SimulatedEngine
+from search.engine.simulated import SimulatedEngine
 from search.knobs import DRAFTS
 
 
@@ -43,6 +43,4 @@ class TooFast(SimulatedEngine):
     """Says of itself that each step reads 8 GB from a memory that gives 1 TB a second, and makes 190 a second."""
 
     def load(self, request):
-        return msgspec.structs.replace(
-            super().load(request), step_bytes=8 * 10**9, bandwidth=1e12, vocabulary=VOCABULARY
-        )
+        return msgspec.structs.replace(super().load(request), step_bytes=8 * 10**9, bandwidth=1e12)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from search.engine.group import Ledger
 from search.engine.process import R, Worker, WorkerError
@@ -13,8 +14,25 @@ from search.engine.protocol import Load, Loaded, Request
 from search.errors import SearchError
 from search.spec import LimitSpec
 
-START_ATTEMPTS = 3  # where the machine is at fault, not what is asked of it
-START_PAUSE_S = 2.0  # before another
+T = TypeVar("T")
+ATTEMPTS = 3  # where the machine is at fault, not what is asked of it
+START_PAUSE_S = 2.0  # before the engine is started again
+
+
+def insist(attempt: Callable[[], T], before_another: Callable[[WorkerError], None]) -> T:
+    """The result of `attempt`, which is made again where the machine is at fault and not what is asked of it.
+
+    Raises:
+        WorkerError: it failed for another cause, or too often.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return attempt()
+        except WorkerError as error:
+            if error.kind != "infrastructure" or not left:
+                raise
+            before_another(error)
+    raise AssertionError("unreachable")
 
 
 class EngineSession:
@@ -62,23 +80,22 @@ class EngineSession:
         Raises:
             SearchError: the engine does not start.
         """
-        attempts = START_ATTEMPTS
-        while self._loaded is None:
-            attempts -= 1
-            try:
-                self._start()
-            except WorkerError as error:
-                if error.kind != "infrastructure" or not attempts:
-                    raise SearchError(f"The engine did not start ({error.kind}): {error} (log: {error.log})") from error
-                self._note(f"The engine did not start, and is tried again: {error}")
-                time.sleep(START_PAUSE_S)
-        return self._loaded
+        if self._loaded is not None:
+            return self._loaded
+
+        def before_another(error: WorkerError) -> None:
+            self._note(f"The engine did not start, and is tried again: {error}")
+            time.sleep(START_PAUSE_S)
+
+        try:
+            return insist(self._start, before_another)
+        except WorkerError as error:
+            raise SearchError(f"The engine did not start ({error.kind}): {error} (log: {error.log})") from error
 
     @contextmanager
     def within(self, stage: str) -> Iterator[None]:
         """A stage of a trial: requests inside have to be answered before its time is up."""
         self.loaded()  # which has a deadline of its own
-        before = self._deadline
         self._deadline = time.monotonic() + self._limits.seconds(stage)
         try:
             yield
@@ -86,7 +103,7 @@ class EngineSession:
             error.stage = error.stage or stage
             raise
         finally:
-            self._deadline = before
+            self._deadline = None
 
     def ask(self, request: Request, expect: type[R]) -> R:
         """One request to the running engine; a worker that was lost over it is ended.
@@ -116,7 +133,7 @@ class EngineSession:
             for uuid, size in worker.left_on_gpu.items():
                 self._note(f"The worker is gone, but {size >> 20} MiB more are in use on {uuid} than before it.")
 
-    def _start(self) -> None:
+    def _start(self) -> Loaded:
         self._on_start()
         self.starts += 1
         self._deadline = time.monotonic() + self._limits.build_s
@@ -129,3 +146,4 @@ class EngineSession:
             raise
         self.environment_id = self._on_loaded(loaded)
         self._loaded, self._deadline = loaded, None
+        return loaded

@@ -51,9 +51,11 @@ def _study(asked: str | None, stored: list[str]) -> str:
     if asked is None and len(stored) == 1:
         return stored[0]
     from search.spec import read_study
+    from search.study import study_name
 
-    name = read_study(find_study(asked)[0]).name
-    return next((n for n in (name, f"{name}-simulated") if n in stored), name)
+    spec = read_study(find_study(asked)[0])
+    names = [study_name(spec, engine) for engine in ("vllm", "simulated")]
+    return next((name for name in names if name in stored), names[0])
 
 
 def _commands(study: str | None, storage: str, options: Mapping[str, Any]) -> list[str]:

@@ -280,7 +280,8 @@ class Store:
         """Add record scores; those already there stay as they are."""
         waiting = Waiting(gate_key=gate_key, scores=scores)
         with self._or_spooled(waiting), self._session() as session, session.begin():
-            there = set(session.scalars(select(RecordScoreRow.record).where(RecordScoreRow.gate_key == gate_key)))
+            among = RecordScoreRow.gate_key == gate_key, RecordScoreRow.record.in_(scores)
+            there = set(session.scalars(select(RecordScoreRow.record).where(*among)))
             session.add_all(
                 RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
                 for record, score in scores.items()
