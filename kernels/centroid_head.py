@@ -19,6 +19,7 @@ own matrix products round them: in bfloat16 equal logits are common, and which o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,6 +55,22 @@ def make_workspace(rows: int, centroids: torch.Tensor) -> Workspace:
         keys=torch.empty((rows, count), dtype=torch.int64, device=device),
         tokens=torch.zeros((rows, count), dtype=torch.int64, device=device),
     )
+
+
+def without_tokens(token_ordering: torch.Tensor, num_centroids: int, tokens: Sequence[int]) -> torch.Tensor:
+    """An ordering in which none of `tokens` is a candidate: each one's place is given to a neighbour in its centroid.
+
+    A token that stands twice changes no maximum.
+
+    Raises:
+        ValueError: a centroid would have no token left.
+    """
+    clusters = token_ordering.clone().view(num_centroids, -1)
+    barred = torch.isin(clusters, torch.as_tensor(list(tokens), dtype=clusters.dtype, device=clusters.device))
+    if bool(barred.all(-1).any()):
+        raise ValueError("A centroid holds only tokens that may not be drafted.")
+    neighbour = clusters.gather(-1, (~barred).to(torch.uint8).argmax(-1, keepdim=True))
+    return torch.where(barred, neighbour, clusters).flatten()
 
 
 @triton.jit
@@ -148,8 +165,8 @@ def _candidate_kernel(
             order = (rank * TOKENS + offs_t).to(tl.int64)
         key = tl.where(there, (rising << 32) | (0x7FFFFFFF - order), LOWEST)
         top = tl.max(key, 0)
-        # Keys differ at least in their order: one token alone has the largest.
-        best_token = tl.where(top > best_key, tl.sum(tl.where(key == top, token, 0), 0), best_token)
+        # Equal keys are the same token, which stands twice (see `without_tokens`).
+        best_token = tl.where(top > best_key, tl.max(tl.where(key == top, token, 0), 0), best_token)
         best_key = tl.maximum(best_key, top)
     tl.store(key_ptr + row * CENTROIDS + rank, best_key)
     tl.store(token_ptr + row * CENTROIDS + rank, best_token)
@@ -173,7 +190,7 @@ def _winner_kernel(
         tl.extra.cuda.gdc_wait()
     key = tl.load(key_ptr + row * stride + offs, mask=offs < count, other=LOWEST)
     token = tl.load(token_ptr + row * stride + offs, mask=offs < count, other=0)
-    tl.store(out_ptr + row, tl.sum(tl.where((key == tl.max(key, 0)) & (offs < count), token, 0), 0))
+    tl.store(out_ptr + row, tl.max(tl.where((key == tl.max(key, 0)) & (offs < count), token, 0), 0))
 
 
 def centroid_top_token(

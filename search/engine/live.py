@@ -99,7 +99,7 @@ def acting_values(runner: Any) -> Setting:
     """
     speculation = runner.speculative_config
     acting: Setting = {DRAFTS: int(speculation.num_speculative_tokens) if speculation else 0}
-    windows = {int(layer.impl.sliding_window) for layer in _sliding_layers(runner)}
+    windows = {_window(layer.impl) for layer in _sliding_layers(runner)}
     windows |= {int(builder.window_size) for builder in _sliding_builders(runner)}
     if len(windows) > 1:
         raise EngineError("mismatch", f"The sliding layers run different windows: {sorted(windows)}.")
@@ -120,6 +120,12 @@ def _sliding_layers(runner: Any) -> list[Any]:
     return [layer for layer in layers if getattr(layer, "sliding_window", None) is not None]
 
 
+def _window(impl: Any) -> int:
+    """Tokens that an attention layer sees; the GPU backends hold how many lie to either side of a token instead."""
+    held = impl.sliding_window
+    return int(held[0]) + 1 if isinstance(held, tuple) else int(held)
+
+
 def _sliding_builders(runner: Any) -> Iterator[Any]:
     """Metadata builders that plan with a window (those of full layers hold -1)."""
     groups = [group for by_cache in runner.attn_groups for group in by_cache]
@@ -131,5 +137,5 @@ def _sliding_builders(runner: Any) -> Iterator[Any]:
 
 
 def _centroid_head(runner: Any) -> Any | None:
-    model = getattr(getattr(runner, "drafter", None), "model", None)
-    return getattr(model, "masked_embedding", None)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # V1, V2 model runner
+    return getattr(getattr(drafter, "model", None), "masked_embedding", None)

@@ -21,7 +21,8 @@ import torch
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.version import __version__ as vllm_version
 
-from kernels.plugin import active_patches
+from kernels import plugin
+from kernels.patches.base import PatchRefusedError
 from search.data import json_hash
 from search.engine import gpu
 from search.engine.live import LiveKnobs
@@ -72,7 +73,7 @@ class VllmEngine:
                 "model": str(drafter),
                 "num_speculative_tokens": int(request.limits[DRAFTS]),
             }
-        self._llm = LLM(**args)
+        self._llm = _build(args)
         self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
         gc.collect()
         gc.freeze()  # collections during a timed prompt have less to walk
@@ -82,7 +83,7 @@ class VllmEngine:
             model_hash=file_hash(target),
             drafter_hash=file_hash(drafter) if drafter else None,
             build_hash=json_hash(
-                [vllm_version, str(torch.__version__), _processor(), sorted(active_patches), request.args]
+                [vllm_version, str(torch.__version__), _processor(), sorted(plugin.report()), request.args]
             ),
             environment=_environment(),
             start_s=time.perf_counter() - started,
@@ -97,7 +98,8 @@ class VllmEngine:
         effective = self._live.read_back()
         if request.probe_tokens:
             probe = Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens)
-            effective[DRAFTS] = _drafts_a_step(self.decode(probe))
+            drafts = effective[DRAFTS] = _drafts_a_step(self.decode(probe))
+            _require_taken(drafting=drafts > 0)
         return Applied(effective=effective, apply_s=time.perf_counter() - started)
 
     def score(self, request: Score) -> Scored:
@@ -173,6 +175,22 @@ class VllmEngine:
         ]
 
 
+def _build(args: dict[str, Any]) -> Any:
+    """The engine, with every patch that the environment asks for.
+
+    Raises:
+        EngineError: a patch does not fit, or vLLM did not load the plugin that installs it.
+    """
+    try:
+        llm = LLM(**args)
+        missing = plugin.missing(os.environ)
+    except PatchRefusedError as error:
+        raise EngineError("bad-setting", str(error)) from error
+    if missing:
+        raise EngineError("bad-setting", plugin.NOT_LOADED.format(keys=" and ".join(missing)))
+    return llm
+
+
 def _gap(entry: dict[int, Any]) -> float:
     """Log-probability of the likeliest token minus that of the next."""
     first, second, *_ = sorted((candidate.logprob for candidate in entry.values()), reverse=True)
@@ -183,6 +201,18 @@ def _step_bytes(model: torch.nn.Module) -> int:
     """Bytes of the matrices that every decoding step multiplies by; embeddings are only looked up."""
     weights = {p.data_ptr(): p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
     return sum(p.numel() * p.element_size() for p in weights.values())
+
+
+def _require_taken(drafting: bool) -> None:
+    """After a decoded probe, require that every patch that a key switched on has been at work.
+
+    Raises:
+        EngineError: one was never taken; those of the drafter need drafts.
+    """
+    for key, calls in plugin.report().items():
+        wanted = key in plugin.PATCHES and (drafting or key not in plugin.DRAFTER_PATCHES)
+        if wanted and not calls["taken"]:
+            raise EngineError("mismatch", f"{key} is active, but no step was taken by its code.")
 
 
 def _drafts_a_step(counted: Decoded) -> int | float:
@@ -232,6 +262,6 @@ def _environment() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "patches": sorted(active_patches),
+        "patches": sorted(plugin.report()),
         "preload": [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library],
     }
