@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.trial != "best" and not args.trial.isdecimal():
             fail(f"--trial must be best or a trial's number, not {args.trial!r}.")
         from search.errors import RefusedError
+        from search.folder import finite
         from search.knobs import words
         from search.manifest import build_manifest, write_manifest
         from search.spec import read_study
@@ -59,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         confirmation = store.confirmation(outcome.source)
         if not args.unverified and (confirmation is None or not confirmation.eligible):
             raise RefusedError(_refusal(outcome.trial, confirmation))
-        write_manifest(build_manifest(spec, store, outcome), spec, args.out)
+        manifest = build_manifest(spec, store, outcome)
+        write_manifest(manifest, spec, args.out)
+        store.add_export(outcome.trial, args.out, finite(manifest))
         said = (
             f"claims {confirmation.claimed:.1f} tok/s, borne out by a re-run with a chance of {confirmation.p_pass:.1%}"
             if confirmation and confirmation.eligible

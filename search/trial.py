@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from search import broken, speed
+from search.engine import gpu
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
 from search.engine.session import EngineSession, insist
@@ -45,7 +46,15 @@ class Laboratory:
             observer.stage(REFERENCE, {}, "start", 0, 1)
 
         self._session = EngineSession(
-            engine, load, spec.limits, logs, store, announce, self._store_environment, observer.note
+            engine,
+            load,
+            spec.limits,
+            logs,
+            store,
+            announce,
+            on_loaded=self._store_environment,
+            on_end=self._store_end,
+            note=observer.note,
         )
         self._perplexity = PerplexityStage(spec, self._session, store, observer)
         self._throughput = ThroughputStage(spec, self._session, store, observer)
@@ -245,7 +254,14 @@ class Laboratory:
         outcome.prompts, outcome.reused_from, outcome.warning = known.prompts, known.trial, known.warning
         return outcome
 
-    def _store_environment(self, loaded: Loaded) -> int:
+    def _store_end(self, environment: int) -> None:
+        """How the GPU does at the end of an engine: heat and clocks explain a drift."""
+        now = None if self._simulated else gpu.first_gpu()
+        if now is not None:
+            kept = ("sm_clock_mhz", "memory_clock_mhz", "temperature_c")
+            self._store.add_facts(environment, {f"gpu_{name}_at_end": now[name] for name in kept})
+
+    def _store_environment(self, loaded: Loaded, log: Path) -> int:
         return self._store.add_environment(
             Environment(
                 study=self._store.study,
@@ -255,6 +271,7 @@ class Laboratory:
                 build_hash=loaded.build_hash,
                 native=loaded.native,
                 facts=loaded.environment,
+                log=str(log)[-500:],
                 start_s=loaded.start_s,
             )
         )

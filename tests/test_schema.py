@@ -30,7 +30,9 @@ def first_release(file):
         open_engine(f"sqlite:///{file}")
         for column in ("failure", "failed_stage", "log", "warning"):
             database.execute(f"ALTER TABLE pareto_outcome DROP COLUMN {column}")
+        database.execute("ALTER TABLE pareto_environment DROP COLUMN log")
         database.execute("DROP TABLE pareto_process")
+        database.execute("DROP TABLE pareto_export")
         database.execute(f"DROP TABLE {VERSION_TABLE}")
         database.execute(
             "INSERT INTO pareto_outcome "

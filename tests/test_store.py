@@ -8,7 +8,7 @@ import pytest
 
 from search.errors import SearchError, UsageError
 from search.gate import RecordScore
-from search.store import Confirmation, Outcome, Store, open_engine, safe_url, setting_key
+from search.store import Confirmation, Environment, Outcome, Store, open_engine, safe_url, setting_key
 
 
 @pytest.fixture
@@ -144,3 +144,21 @@ def test_the_winner_has_the_best_lower_bound_not_the_best_draw(store):
     assert [c.trial for c in store.confirmations()] == [9, 7, 4]
     confirm(9, mean=90.0, low=89.0)  # measured again: replaced
     assert store.winner().trial == 7
+
+
+def test_an_environment_takes_facts_that_are_known_later(store):
+    hashes = {"model_hash": "a", "drafter_hash": None, "build_hash": "b"}
+    row = Environment(study="s", simulated=False, native={}, facts={"gpu_name": "H200"}, start_s=1.0, **hashes)
+    number = store.add_environment(row)
+    store.add_facts(number, {"gpu_temperature_c_at_end": 61})
+    store.add_facts(number + 1, {"gpu_temperature_c_at_end": 99})  # there is none: nothing to add to, nothing lost
+    assert [e.facts for e in store.environments()] == [{"gpu_name": "H200", "gpu_temperature_c_at_end": 61}]
+
+
+def test_exports_are_kept_in_order(store, tmp_path):
+    for name in ("first", "second"):
+        store.add_export(3, tmp_path / name, {"name": name})
+    assert [(e.trial, e.manifest["name"], e.folder) for e in store.exports()] == [
+        (3, "first", str(tmp_path / "first")),
+        (3, "second", str(tmp_path / "second")),
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MEMORY_WAIT_S = 30.0
@@ -26,6 +26,40 @@ def memory_used() -> dict[str, int]:
         }
     finally:
         pynvml.nvmlShutdown()
+
+
+def first_gpu() -> dict[str, Any] | None:
+    """What the first visible GPU is and how it does; None where there is none, and None for what its driver hides.
+
+    name, uuid, driver; total and free (bytes); sm_clock_mhz and memory_clock_mhz (now), power_limit_w, temperature_c.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = _visible(pynvml)[0]
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name, uuid = str(pynvml.nvmlDeviceGetName(handle)), str(pynvml.nvmlDeviceGetUUID(handle))
+    except Exception:  # no library, no driver, no GPU that is visible
+        return None
+
+    def told(ask: Callable[[], float], unit: float = 1.0) -> float | None:
+        try:
+            return ask() / unit
+        except pynvml.NVMLError:
+            return None
+
+    return {
+        "name": name,
+        "uuid": uuid,
+        "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+        "total": int(memory.total),
+        "free": int(memory.free),
+        "sm_clock_mhz": told(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+        "memory_clock_mhz": told(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)),
+        "power_limit_w": told(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle), 1000),
+        "temperature_c": told(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+    }
 
 
 def peak_bandwidth() -> float | None:

@@ -45,7 +45,8 @@ class EngineSession:
         logs: folder for the workers' logs.
         ledger: told of the workers' processes.
         on_start: called before an engine starts.
-        on_loaded: called with what the engine said of itself; returns the id of its environment row.
+        on_loaded: called with what the engine said of itself and its log; returns the id of its environment row.
+        on_end: called with the id of the environment row before the worker is ended.
         note: called with what is worth a line.
     """
 
@@ -57,7 +58,8 @@ class EngineSession:
         logs: Path,
         ledger: Ledger,
         on_start: Callable[[], None],
-        on_loaded: Callable[[Loaded], int],
+        on_loaded: Callable[[Loaded, Path], int],
+        on_end: Callable[[int], None],
         note: Callable[[str], None],
     ) -> None:
         self._engine = engine
@@ -67,6 +69,7 @@ class EngineSession:
         self._ledger = ledger
         self._on_start = on_start
         self._on_loaded = on_loaded
+        self._on_end = on_end
         self._note = note
         self._worker: Worker | None = None
         self._loaded: Loaded | None = None
@@ -127,8 +130,11 @@ class EngineSession:
 
     def end(self) -> None:
         """End the worker, if there is one."""
-        worker, self._worker, self._loaded = self._worker, None, None
+        worker, loaded = self._worker, self._loaded
+        self._worker = self._loaded = None
         if worker is not None:
+            if loaded is not None:
+                self._on_end(self.environment_id)
             worker.end()
             for uuid, size in worker.left_on_gpu.items():
                 self._note(f"The worker is gone, but {size >> 20} MiB more are in use on {uuid} than before it.")
@@ -144,6 +150,6 @@ class EngineSession:
         except BaseException:
             self.end()
             raise
-        self.environment_id = self._on_loaded(loaded)
+        self.environment_id = self._on_loaded(loaded, log)
         self._loaded, self._deadline = loaded, None
         return loaded

@@ -1,9 +1,14 @@
-"""The study store: what was measured, in the database that Optuna's own tables live in."""
+"""The study store: what was measured, in the database that Optuna's own tables live in.
 
+`load(url)` reads a study as pandas DataFrames; that is the interface for notebooks and scripts.
+"""
+
+from search.store.frames import Frames, load
 from search.store.front import pareto_front
 from search.store.models import (
     Confirmation,
     Environment,
+    Export,
     FrontPoint,
     Measurement,
     Outcome,
@@ -19,6 +24,7 @@ from search.store.store import (
     open_engine,
     safe_url,
     setting_key,
+    sqlite_file,
     study_names,
 )
 
@@ -26,6 +32,8 @@ __all__ = [
     "REFERENCE",
     "Confirmation",
     "Environment",
+    "Export",
+    "Frames",
     "FrontPoint",
     "Measurement",
     "Outcome",
@@ -35,9 +43,11 @@ __all__ = [
     "cause_of",
     "engine_options",
     "full_url",
+    "load",
     "open_engine",
     "pareto_front",
     "safe_url",
     "setting_key",
+    "sqlite_file",
     "study_names",
 ]

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
+DRIFT_COLUMNS = ("drift", "low", "high")
+STAGE_COLUMNS = ("trial", "stage", "status", "wall_s", "made_at", *DRIFT_COLUMNS)
+CLAIM_COLUMNS = ("trial", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass")
+SERVED_COLUMNS = ("tune_tps", "held_out_tps", "gap", "ppl", "held_out_ratio")
+CONFIRMATION_COLUMNS = (*CLAIM_COLUMNS, *SERVED_COLUMNS, "identity_rate")
+
+
 @dataclass(frozen=True)
 class Frames:
     """One study.
@@ -74,12 +81,19 @@ def frames(store: Store) -> Frames:
         ceiling=reference.ceiling,
         trials=table.drop(index=REFERENCE),
         reference=table.loc[REFERENCE],
-        stages=pd.DataFrame([_stage(m) for m in stages]),
-        confirmations=pd.DataFrame([_confirmation(c) for c in store.confirmations()]),
+        stages=_table([_stage(m) for m in stages], STAGE_COLUMNS),
+        confirmations=_table([_confirmation(c) for c in store.confirmations()], CONFIRMATION_COLUMNS),
         environments=pd.DataFrame(
             [{**e.facts, "start_s": e.start_s, "started_at": e.created_at} for e in store.environments()]
         ),
     )
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
+    """A frame that has its columns even where it has no rows."""
+    import pandas as pd
+
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
 
 
 def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[
 
 
 def _stage(measurement: Measurement) -> dict[str, Any]:
-    drift = {name: measurement.figures.get(name) for name in ("drift", "low", "high")}
+    drift = {name: measurement.figures.get(name) for name in DRIFT_COLUMNS}
     return {
         "trial": measurement.trial,
         "stage": measurement.stage,
@@ -108,11 +122,9 @@ def _stage(measurement: Measurement) -> dict[str, Any]:
 
 
 def _confirmation(found: Any) -> dict[str, Any]:
-    names = ("trial", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass")
-    figures = ("tune_tps", "held_out_tps", "gap", "ppl", "held_out_ratio")
     return {
-        **{name: getattr(found, name) for name in names},
-        **{name: found.figures.get(name) for name in figures},
+        **{name: getattr(found, name) for name in CLAIM_COLUMNS},
+        **{name: found.figures.get(name) for name in SERVED_COLUMNS},
         "identity_rate": (found.figures.get("identity") or {}).get("rate"),
         **found.setting,
     }

@@ -47,7 +47,7 @@ class Slot(Base):
 
 
 class Environment(Base):
-    """Where measurements were made: one row an engine start."""
+    """Where measurements were made: one row an engine start; `log` is the file of its worker's output."""
 
     __tablename__ = "pareto_environment"
 
@@ -59,6 +59,7 @@ class Environment(Base):
     build_hash: Mapped[str] = mapped_column(String(16))
     native: Mapped[dict[str, Any]]
     facts: Mapped[dict[str, Any]]
+    log: Mapped[str | None] = mapped_column(String(500))
     start_s: Mapped[float]
     created_at: Mapped[datetime] = mapped_column(default=_now)
 
@@ -181,6 +182,19 @@ class Confirmation(Base):
     high: Mapped[float | None]
     p_pass: Mapped[float | None]
     figures: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+
+class Export(Base):
+    """A trial that was exported: the folder that was written, and its manifest."""
+
+    __tablename__ = "pareto_export"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    study: Mapped[str] = mapped_column(String(200), index=True)
+    trial: Mapped[int]
+    folder: Mapped[str] = mapped_column(String(500))
+    manifest: Mapped[dict[str, Any]]
     created_at: Mapped[datetime] = mapped_column(default=_now)
 
 

@@ -22,6 +22,7 @@ from search.store.models import (
     Confirmation,
     Definition,
     Environment,
+    Export,
     FrontPoint,
     Measurement,
     Outcome,
@@ -55,6 +56,16 @@ def full_url(url: str) -> str:
     return _parse(url).render_as_string(hide_password=False)
 
 
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database; None for a server's.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    parsed = _parse(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
 def _parse(url: str) -> sqlalchemy.URL:
     try:
         parsed = sqlalchemy.make_url(url)
@@ -73,12 +84,11 @@ def open_engine(url: str, *, must_exist: bool = False) -> Engine:
         UsageError: `url` is no database URL, or a newer release wrote the database.
         SearchError: the database cannot be opened or written.
     """
-    parsed = _parse(url)
-    sqlite = parsed.get_backend_name() == "sqlite"
-    if must_exist and sqlite and not Path(parsed.database or "").is_file():
-        raise SearchError(f"There is no study database {parsed.database}; run python -m search.run first.")
+    file = sqlite_file(url)
+    if must_exist and file is not None and not file.is_file():
+        raise SearchError(f"There is no study database {file}; run python -m search.run first.")
     try:
-        engine = create_engine(parsed, **engine_options(url))
+        engine = create_engine(_parse(url), **engine_options(url))
         _take_turns(engine)
         with engine.begin() as connection:
             bring_up_to_date(connection)
@@ -265,6 +275,12 @@ class Store:
             session.flush()
             return environment.id
 
+    def add_facts(self, environment: int, facts: Mapping[str, Any]) -> None:
+        """Add to what is known of an environment; where that cannot be noted, nothing else is lost."""
+        with suppress(SQLAlchemyError), self._session() as session, session.begin():
+            row = session.get_one(Environment, environment)
+            row.facts = {**row.facts, **facts}
+
     def add_all(self, measurements: Sequence[Measurement]) -> None:
         """Write measurements with their timings."""
         with self._or_spooled(Waiting(measurements=measurements)), self._session() as session, session.begin():
@@ -412,6 +428,17 @@ class Store:
     def winner(self) -> Confirmation | None:
         """The confirmed trial with the best lower bound among those that may win."""
         return next((c for c in self.confirmations() if c.eligible), None)
+
+    def add_export(self, trial: int, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Note that a trial was exported."""
+        with self._session() as session, session.begin():
+            session.add(Export(study=self.study, trial=trial, folder=str(folder)[-500:], manifest=dict(manifest)))
+
+    def exports(self) -> list[Export]:
+        """Every export of the study's trials, oldest first."""
+        query = select(Export).where(Export.study == self.study).order_by(Export.id)
+        with self._session() as session:
+            return list(session.scalars(query))
 
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""
