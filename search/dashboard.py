@@ -3,8 +3,9 @@
     python -m search.dashboard
     python -m search.dashboard --storage sqlite:///study.db --port 8080
 
-Constraints are shown as such, every trial has a note that says how it ended and why, and the feasible front is a figure
-of the study. Exit codes: 0 ended by Ctrl-C, 1 there is nothing to show, 2 bad arguments.
+Constraints are shown as such, every trial has a note that says how it ended and why, the feasible front is a figure
+of the study, and exported manifests and workers' logs are its artifacts. Exit codes: 0 ended by Ctrl-C, 1 there is
+nothing to show, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         from search.interrupt import interruptible
         from search.review import ReviewStorage
 
-        app = wsgi(ReviewStorage(args.storage or DEFAULT_STORAGE))
+        storage = ReviewStorage(args.storage or DEFAULT_STORAGE)
+        app = wsgi(storage, artifact_store=storage.attachments)
         try:
             server = make_server(args.host, args.port, app, server_class=_Server, handler_class=_Quiet)
         except (OSError, OverflowError) as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from search.engine.protocol import KnobValue, Setting
 
 WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
+SHORT = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K"}
 
 
 @dataclass(frozen=True)
@@ -71,5 +72,4 @@ def quality_part(setting: Mapping[str, KnobValue]) -> Setting:
 
 def words(setting: Mapping[str, KnobValue]) -> str:
     """A setting in a few words, for people."""
-    short = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K"}
-    return ", ".join(f"{short.get(name, name)} {value}" for name, value in setting.items())
+    return ", ".join(f"{SHORT.get(name, name)} {value}" for name, value in setting.items())

@@ -1,4 +1,4 @@
-"""What Optuna Dashboard is shown of a study: the truth about what is feasible, notes, and our own figure.
+"""What Optuna Dashboard is shown of a study: the truth about what is feasible, notes, our own figure, and files.
 
 Nothing is written: all of it is added to what the dashboard reads, so that it is as fresh as the study, and a search
 that goes on is not disturbed. A note that a person wrote in the dashboard stays.
@@ -7,7 +7,7 @@ that goes on is not disturbed. A note that a person wrote in the dashboard stays
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
+from collections.abc import Container, Sized
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from optuna.storages import RDBStorage
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
+from search.attachments import Attachments, attachments
 from search.errors import SearchError
 from search.knobs import KNOWN
 from search.report.figures import front
@@ -31,7 +32,8 @@ class ReviewStorage(RDBStorage):
     def __init__(self, url: str) -> None:
         self._ours = open_engine(url, must_exist=True)
         super().__init__(full_url(url), engine_kwargs=engine_options(url))
-        self._cache: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self._cache: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self.attachments = Attachments()
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
@@ -45,29 +47,40 @@ class ReviewStorage(RDBStorage):
         known = set(study_names(self._ours))
         for study in studies:
             if study.study_name in known:
-                study.system_attrs = {**self._additions(study), **study.system_attrs}
+                study.system_attrs = {**self._additions(study._study_id, study.study_name), **study.system_attrs}
         return studies
 
-    def _additions(self, study: FrozenStudy) -> dict[str, Any]:
-        store = Store(self._ours, study.study_name)
-        state = (len(store.outcomes()), len(store.confirmations()))
-        if self._cache.get(study.study_name, ((-1, -1),))[0] != state:
-            self._cache[study.study_name] = (state, self._made(study, store))
-        return self._cache[study.study_name][1]
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+        """A study's attributes, with what describes its artifacts."""
+        stored = super().get_study_system_attrs(study_id)
+        name = self.get_study_name_from_id(study_id)
+        return {**self._additions(study_id, name), **stored} if name in study_names(self._ours) else stored
 
-    def _made(self, study: FrozenStudy, store: Store) -> dict[str, Any]:
+    def _additions(self, study_id: int, name: str) -> dict[str, Any]:
+        store = Store(self._ours, name)
+        rows: tuple[Sized, ...] = (store.outcomes(), store.confirmations(), store.environments(), store.exports())
+        state = tuple(map(len, rows))
+        if name not in self._cache or self._cache[name][0] != state:
+            self._cache[name] = (state, self._made(study_id, store))
+        return self._cache[name][1]
+
+    def _made(self, study_id: int, store: Store) -> dict[str, Any]:
         try:
             found = frames(store)
         except SearchError:  # nothing has been measured yet
             return {}
         made = _note(None, study_note(found))
-        ids = {trial.number: trial._trial_id for trial in super().get_all_trials(study._study_id, deepcopy=False)}
+        ids = {trial.number: trial._trial_id for trial in super().get_all_trials(study_id, deepcopy=False)}
         for row in found.trials.itertuples():
             if row.trial in ids:
                 made |= _note(ids[row.trial], trial_note(row, found))
         figure = front(found)
         if figure is not None:
-            made["dashboard:plot_data:feasible-front:0"] = figure.plot.to_json()
+            made["dashboard:plot_data:feasible-front:0"] = figure.plot.update_layout(title="Feasible front").to_json()
+        for attachment in attachments(store):
+            where = "artifacts:" if attachment.trial is None else f"dashboard:artifacts:{ids.get(attachment.trial)}:"
+            made[where + attachment.id] = attachment.described
+            self.attachments.by_id[attachment.id] = attachment
         return made
 
 
@@ -81,7 +94,8 @@ def study_note(study: Frames) -> str:
         f"Ceiling: perplexity **{study.ceiling:.4f}**. Reference: {reference.tps:.1f} tok/s at {reference.ppl:.4f}.",
         best or "No setting has passed the gate.",
         "" if top.p_pass is None else f"A re-run is at most 5 % below that with a chance of {top.p_pass:.1%}.",
-        "Export it: `python -m search.export --out manifest`. Trials over the ceiling are *pruned* and were not timed.",
+        "" if study.simulated else "Export it: `python -m search.export --out manifest`.",
+        "Trials over the ceiling are *pruned* and were not timed.",
     ]
     return "\n\n".join(line for line in lines if line)
 
@@ -89,6 +103,7 @@ def study_note(study: Frames) -> str:
 def trial_note(row: Any, study: Frames) -> str:
     """Markdown: how a trial ended and why, with its interval."""
     setting = ", ".join(f"{name} {getattr(row, name)}" for name in KNOWN if hasattr(row, name))
+    read_back = "asked for" if row.state == "FAIL" else "as read back from the engine"
     if row.state == "COMPLETE":
         end = (
             f"Passed the gate: perplexity {row.ppl:.4f} under {study.ceiling:.4f}. {row.tps:.1f} tok/s "
@@ -101,7 +116,9 @@ def trial_note(row: Any, study: Frames) -> str:
     reused = "" if pd.isna(row.reused_from) else f"As in trial {row.reused_from:.0f}."
     warning = f"**Warning:** {row.warning}." if isinstance(row.warning, str) else ""
     said = row.reason if isinstance(row.reason, str) else ""
-    return "\n\n".join(line for line in (f"{end} {said}".strip(), f"Setting: {setting}.", reused, warning) if line)
+    return "\n\n".join(
+        line for line in (f"{end} {said}".strip(), f"Setting, {read_back}: {setting}.", reused, warning) if line
+    )
 
 
 def _with_constraints(trial: FrozenTrial) -> FrozenTrial:

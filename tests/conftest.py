@@ -81,6 +81,22 @@ def edit_study(study_folder: Path) -> Callable[[str, str], Path]:
 
 
 @pytest.fixture(scope="session")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The database of a simulated study of 60 trials."""
+    from test_study import Silent
+
+    from search.spec import read_study
+    from search.study import Options, search
+
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "study.yaml").write_text(STUDY)
+    write_texts(folder)
+    url = f"sqlite:///{folder}/study.db"
+    search(read_study(folder), Options(60, 0, url, "simulated", "tpe", 0, None, folder / "logs"), Silent())
+    return url
+
+
+@pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real PostgreSQL server, from the package pgserver."""
     pgserver = pytest.importorskip("pgserver")

@@ -32,9 +32,16 @@ def run(study_folder, tmp_path, url):
     return run
 
 
+def connected(url):
+    """A client of a dashboard on the database."""
+    storage = ReviewStorage(url)
+    app = wsgi(storage, artifact_store=storage.attachments)
+    return httpx.Client(transport=httpx.WSGITransport(app=app), base_url="http://d")
+
+
 def detail(url):
     """The study as the dashboard's page asks for it."""
-    with httpx.Client(transport=httpx.WSGITransport(app=wsgi(ReviewStorage(url))), base_url="http://d") as client:
+    with connected(url) as client:
         (study,) = client.get("/api/studies").json()["study_summaries"]
         return client.get(f"/api/studies/{study['study_id']}").json()
 
@@ -55,7 +62,7 @@ def test_notes_say_how_each_trial_ended_and_the_front_is_a_figure_of_the_study(r
     run(30)
     store, shown = Store(open_engine(url), "synthetic-simulated"), detail(url)
     assert f"perplexity **{store.outcome(0).ceiling:.4f}**" in shown["note"]["body"]
-    assert "SIMULATED" in shown["note"]["body"] and "search.export" in shown["note"]["body"]
+    assert "SIMULATED" in shown["note"]["body"] and "search.export" not in shown["note"]["body"]
     for trial in shown["trials"]:
         outcome, body = store.outcome(trial["number"]), trial["note"]["body"]
         if outcome.state == "PRUNED":
@@ -72,6 +79,42 @@ def test_a_failed_trial_says_why(run, url):
         run(30, engine="tests.odd_engines:NoMemoryForDrafts")
     failed = [t for t in detail(url)["trials"] if t["state"] == "Fail"]
     assert failed and all("Failed in speed (out-of-memory):" in t["note"]["body"] for t in failed[:2])
+
+
+def test_manifests_and_logs_are_artifacts_without_their_secrets(run, url, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "not-for-everyone")
+    run(5)
+    store = Store(open_engine(url), "synthetic-simulated")
+    store.add_export(3, tmp_path / "m", {"name": "exported"})
+    (log,) = (tmp_path / "logs").glob("worker-*.log")
+    log.write_text("loaded with not-for-everyone")
+    shown = detail(url)
+    names = {artifact["filename"]: artifact["artifact_id"] for artifact in shown["artifacts"]}
+    (trial,) = [t for t in shown["trials"] if t["artifacts"]]
+    (manifest,) = trial["artifacts"]
+    assert trial["number"] == 3 and set(names) == {log.name}
+    with connected(url) as client:
+        assert client.get(f"/artifacts/1/{names[log.name]}").text == "loaded with ***"
+        assert client.get(f"/artifacts/1/{trial['trial_id']}/{manifest['artifact_id']}").json() == {"name": "exported"}
+        assert client.get("/artifacts/1/abc").status_code == 404
+        assert client.delete(f"/api/artifacts/1/{names[log.name]}").status_code == 204
+    assert log.exists()
+
+
+def test_the_log_of_a_failed_trial_is_its_artifact(run, url):
+    with pytest.raises(Exception, match="10 trials in a row failed"):
+        run(30, engine="tests.odd_engines:NoMemoryForDrafts")
+    failed = [t for t in detail(url)["trials"] if t["state"] == "Fail"]
+    assert all(a["filename"].startswith("worker-") for t in failed[:2] for a in t["artifacts"])
+    assert failed[0]["artifacts"]
+
+
+def test_a_study_is_deleted_in_the_dashboard_and_its_files_stay(run, url, tmp_path):
+    run(5)
+    with connected(url) as client:
+        assert client.delete("/api/studies/1").status_code == 204
+        assert client.get("/api/studies").json()["study_summaries"] == []
+    assert list((tmp_path / "logs").glob("worker-*.log"))
 
 
 def test_nothing_is_written_and_a_persons_note_stays(run, url):
@@ -92,7 +135,7 @@ def test_a_search_goes_on_while_the_dashboard_polls_it(run, url):
     seen = []
 
     class Polling(Silent):
-        def finished(self, outcome, finished, best):
+        def finished(self, outcome, finished, front):
             seen.append(len(detail(url)["trials"]))
 
     summary = run(12, observer=Polling())
