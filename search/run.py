@@ -13,12 +13,16 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
-
-if TYPE_CHECKING:
-    from search.summary import Summary
+from search.cli import (
+    DEFAULT_STORAGE,
+    add_output_arguments,
+    add_study_arguments,
+    fail,
+    find_study,
+    set_up_errors,
+    study_arguments,
+)
 
 DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
 
@@ -62,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         spec = read_study(path)
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
+        from search.closing import found, next_steps
         from search.interrupt import EXIT_CODE, interruptible
         from search.progress import make_progress
         from search.store import safe_url
@@ -95,36 +100,13 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_CODE
         finally:
             progress.close()
-        for line in closing_words(summary, args.study, resolved["storage"]):
+        told = summary.confirmed and resolved["confirm"]  # before the finalists were confirmed
+        lines = next_steps(summary, study_arguments(args.study, resolved["storage"]))
+        for line in lines if told else [*found(summary), *lines]:
             progress.note(line)
         if args.json:
             print(json.dumps(summary.as_json()))
     return 0
-
-
-def closing_words(summary: Summary, study: str | None, storage: str) -> list[str]:
-    """What was found or confirmed, and what to type next."""
-    from search.knobs import words
-    from search.progress import search_words
-    from search.store import safe_url
-
-    if summary.best is None or summary.simulated:
-        return search_words(summary)
-    where = (f" --study {study}" if study else "") + (
-        f" --storage {safe_url(storage)}" if storage != DEFAULT_STORAGE else ""
-    )
-    export = f"Next: python -m search.export{where} --out manifest"
-    if not summary.confirmed:
-        return [*search_words(summary), "Nothing is confirmed yet (--confirm 3 does that).", f"{export} --unverified"]
-    winner = summary.winner
-    if winner is None:
-        return ["No finalist was borne out when it was measured again; nothing can be claimed."]
-    return [
-        f"Winner: trial {winner.trial} ({words(winner.setting)}), served: {winner.mean:.1f} tok/s on held-out prompts "
-        f"[{winner.low:.1f}, {winner.high:.1f}]. It may claim {winner.claimed:.1f}: a re-run is at most 5 % below that "
-        f"with a chance of {winner.p_pass:.1%}.",
-        export,
-    ]
 
 
 if __name__ == "__main__":

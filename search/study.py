@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from search.owner import owner_name
 from search.recovery import end_orphans, open_study, recover, settle, tell
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import Outcome, Spool, Store, cause_of, open_engine, safe_url
+from search.store import FrontPoint, Outcome, Spool, Store, cause_of, open_engine, safe_url
 from search.summary import Summary, summarize
 from search.trial import Laboratory
 
@@ -58,8 +58,8 @@ class StudyObserver(Observer, Protocol):
     def opened(self, finished: int, total: int) -> None:
         """The search begins; `finished` trials already stand."""
 
-    def finished(self, outcome: Outcome, finished: int, best: Outcome | None) -> None:
-        """A trial ended; `best` is the fastest feasible one so far."""
+    def finished(self, outcome: Outcome, finished: int, front: Sequence[FrontPoint]) -> None:
+        """A trial ended; `front` is what stands so far, slowest first."""
 
     def searched(self, summary: Summary) -> None:
         """The last trial ended; finalists are still to be confirmed."""
@@ -189,7 +189,7 @@ def _loop(
             _stop_if_hopeless(failed)
             continue
         failed.clear()
-        observer.finished(outcome, store.finished(), store.best())
+        observer.finished(outcome, store.finished(), store.front())
 
 
 def _stop_if_hopeless(failed: list[Outcome]) -> None:

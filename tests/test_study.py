@@ -13,10 +13,10 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from search.closing import found
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
-from search.progress import search_words
 from search.spec import read_study
 from search.store import REFERENCE, Store, open_engine
 from search.study import Options, search
@@ -38,7 +38,7 @@ class Silent:
         if self.on_stage:
             self.on_stage(trial, stage, done)
 
-    def finished(self, outcome, finished, best): ...
+    def finished(self, outcome, finished, front): ...
 
     def searched(self, summary): ...
 
@@ -358,7 +358,7 @@ def test_a_broken_model_is_said_to_be_in_the_trial_and_in_the_summary(study_fold
     ]
     assert drafting and all(says in o.warning for o in drafting)
     assert says in summary.as_json()["warnings"][0]["warning"]
-    assert any(f"WARNING, trial 0: {says}" in line for line in search_words(summary))
+    assert any(f"WARNING, trial 0: {says}" in line for line in found(summary))
 
 
 def test_a_model_that_is_worse_than_guessing_ends_the_search(study_folder, options):

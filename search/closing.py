@@ -1,0 +1,74 @@
+"""What a search found, in a few lines: how trials ended, what is best, what to type next."""
+
+from __future__ import annotations
+
+from search.knobs import words
+from search.store import Outcome
+from search.summary import Summary
+
+
+def verdict(outcome: Outcome) -> str:
+    """A finished trial in a few words."""
+    text = words(outcome.setting)
+    if outcome.state == "PRUNED":
+        text += f": pruned, {outcome.reason}"
+    elif outcome.state == "COMPLETE":
+        text += f": {outcome.tps:.1f} tok/s, perplexity {outcome.ppl:.4f}"
+    else:
+        text += f": failed ({outcome.reason})"
+    if outcome.warning:
+        text += f"; WARNING: {outcome.warning}"
+    return text + (f" (as in trial {outcome.reused_from})" if outcome.reused_from is not None else "")
+
+
+def found(summary: Summary) -> list[str]:
+    """How the trials ended, what is wrong with the model if something is, and the fastest that passed the gate."""
+    counts, best, reference = summary.counts, summary.best, summary.reference
+    lines = [
+        f"{counts['complete'] + counts['pruned']} trials finished in {summary.wall_s:.0f} s: {counts['complete']} "
+        f"passed the gate, {counts['pruned']} were pruned over the ceiling of {summary.ceiling:.4f}; {summary.reused} "
+        f"were known settings, {counts['failed']} more failed."
+    ]
+    if summary.warnings:
+        first, more = summary.warnings[0], len(summary.warnings) - 1
+        others = f" ({more} more trials have warnings)" if more else ""
+        lines.append(f"WARNING, trial {first['trial']}: {first['warning']}{others}.")
+    if best is None:
+        return [*lines, "No setting passed the gate: there is no best trial. Raise the ceiling, or widen the ranges."]
+    assert reference.tps is not None
+    marked = "SIMULATED " if summary.simulated else ""
+    return [
+        *lines,
+        f"{marked}Best of a front of {len(summary.front)}: trial {best['trial']} ({words(best['knobs'])}): "
+        f"{best['tps']:.1f} tok/s [{best['tps_low']:.1f}, {best['tps_high']:.1f}], "
+        f"{best['tps'] / reference.tps:.2f} × the reference's {reference.tps:.1f}; perplexity {best['ppl']:.4f} "
+        f"(reference {reference.ppl:.4f}).",
+    ]
+
+
+def next_steps(summary: Summary, where: str) -> list[str]:
+    """What confirming found, and what to type next.
+
+    Args:
+        summary: what the search found.
+        where: arguments that name the study and its database, each with a space before it, or nothing.
+    """
+    review = f"See it: python -m search.report{where}"
+    export = f"python -m search.export{where} --out manifest"
+    if summary.best is None or summary.simulated:
+        return [review]
+    if not summary.confirmed:
+        return [
+            f"Next: run it again with --confirm 3, which is what makes a figure a claim; or {export} --unverified",
+            review,
+        ]
+    winner = summary.winner
+    if winner is None:
+        return ["No finalist was borne out when it was measured again; nothing can be claimed.", review]
+    return [
+        f"Winner: trial {winner.trial} ({words(winner.setting)}), served: {winner.mean:.1f} tok/s on held-out prompts "
+        f"[{winner.low:.1f}, {winner.high:.1f}]. It may claim {winner.claimed:.1f}: a re-run is at most 5 % below that "
+        f"with a chance of {winner.p_pass:.1%}.",
+        f"Next: {export}",
+        review,
+    ]
