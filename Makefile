@@ -15,6 +15,7 @@ search: setup
 	$(PY) -m search.run --trials $(TRIALS) --confirm $(CONFIRM)
 
 test: setup lint
+	sh tests/install_browser.sh $(VENV)
 	$(PY) -m pytest -n 2 -m "not vllm"
 	$(PY) -m pytest -m vllm
 

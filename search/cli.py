@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from search.errors import SearchError, UsageError
 
-DEFAULT_STUDY = "miniature"
+DEFAULT_STUDY, GPU_STUDY = "miniature", "gemma-4-e4b-a10g"
 DEFAULT_STORAGE = "sqlite:///study.db"
 PACKAGE = Path(__file__).resolve().parent
 STUDY_FOLDERS = (PACKAGE.parent / "studies", PACKAGE / "studies")  # a checkout, an installed wheel
@@ -36,8 +37,10 @@ def find_study(name: str | None) -> tuple[Path, str]:
     Raises:
         UsageError: there is no such study.
     """
-    why = "as asked" if name else "the bundled one, as no --study was given"
-    name = name or DEFAULT_STUDY
+    if name is None:
+        name, why = _default_study()
+    else:
+        why = "as asked"
     folders = [Path(name), *(folder / name for folder in STUDY_FOLDERS)]
     for path in folders:
         file = path / "study.yaml" if path.is_dir() else path
@@ -45,6 +48,28 @@ def find_study(name: str | None) -> tuple[Path, str]:
             return file, why
     bundled = sorted({p.parent.name for folder in STUDY_FOLDERS for p in folder.glob("*/study.yaml")})
     raise UsageError(f"There is no study {name!r}: no such file or folder; bundled are {', '.join(bundled)}.")
+
+
+def _default_study() -> tuple[str, str]:
+    """The study taken where none is named, and why: the GPU's, where there is a GPU and the study's texts are there."""
+    from search.engine.gpu import first_gpu
+
+    gpu = first_gpu()
+    ready = any((f / GPU_STUDY / "prompts.jsonl").is_file() for f in STUDY_FOLDERS)
+    if gpu is not None and ready:
+        return GPU_STUDY, f"as no --study was given and there is a GPU, {gpu['name']}"
+    lacks = "there is no NVIDIA GPU" if gpu is None else f"{GPU_STUDY} has no prompts yet"
+    return DEFAULT_STUDY, f"the bundled one, as no --study was given and {lacks}"
+
+
+def study_arguments(study: str | None, storage: str) -> str:
+    """What to type after a command's name for the same study in the same database; a password is left out."""
+    from search.store import safe_url
+
+    where = ["--study", study] if study else []
+    if storage != DEFAULT_STORAGE:
+        where += ["--storage", safe_url(storage)]
+    return "".join(f" {shlex.quote(word)}" for word in where)
 
 
 def fail(what: str) -> NoReturn:

@@ -3,20 +3,17 @@
 import json
 import re
 import time
-from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 
 import moocore
 import pytest
-from test_study import Silent
+from made_studies import confirm, fill, measured_reference, outcome
 
 from search.report import __main__ as command
 from search.report.hypervolume import progress
 from search.report.page import headline, render
-from search.spec import read_study
-from search.store import REFERENCE, Confirmation, Environment, Outcome, Store, open_engine, setting_key
-from search.store.frames import frames, load
-from search.study import Options, search
+from search.store import REFERENCE, Store, load, open_engine
+from search.store.frames import frames
 
 
 class Page(HTMLParser):
@@ -49,58 +46,13 @@ class Page(HTMLParser):
                 self._table[-1].append(data)
 
 
-def outcome(trial, state="COMPLETE", tps=None, ppl=2.3, **more):
-    setting = {
-        "sliding_window": 64 + 4 * (trial % 100),
-        "centroid_top_k": 1 + trial % 40,
-        "num_speculative_tokens": trial % 11,
-    }
-    values = {
-        "study": "s",
-        "trial": trial,
-        "state": state,
-        "setting": setting,
-        "setting_key": f"{setting_key(setting)} {trial}",
-        "ppl": ppl,
-        "ceiling": 2.42,
-        "excess": None if ppl is None else ppl - 2.42,
-        "tps": tps,
-        "tps_low": tps and tps * 0.98,
-        "tps_high": tps and tps * 1.02,
-        "wall_s": 2.0,
-        "simulated": False,
-        "created_at": datetime(2026, 11, 30, tzinfo=UTC) + timedelta(seconds=2 * trial),
-    }
-    return Outcome(**(values | more))
-
-
 @pytest.fixture
 def store(tmp_path):
-    """A study with its reference measured, and nothing else."""
-    store = Store(open_engine(f"sqlite:///{tmp_path}/s.db"), "s")
-    store.define({}, {"engine": "vllm", "sampler": "tpe", "seed": 0, "trials": 200})
-    hashes = {"model_hash": "aa", "drafter_hash": "bb", "build_hash": "cc"}
-    facts = {"vllm": "0.32.0", "processor": "a <script>alert(1)</script> processor"}
-    store.add_environment(Environment(study="s", simulated=False, native={}, facts=facts, start_s=30.0, **hashes))
-    store.finish(outcome(REFERENCE, tps=100.0, ppl=2.3))
-    return store
+    return measured_reference(tmp_path)
 
 
 def page_of(store):
     return Page(render(frames(store), ["python -m search.run"]))
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory):
-    """A simulated study of 60 trials."""
-    from conftest import STUDY, write_texts
-
-    folder = tmp_path_factory.mktemp("searched")
-    (folder / "study.yaml").write_text(STUDY)
-    write_texts(folder)
-    url = f"sqlite:///{folder}/study.db"
-    search(read_study(folder), Options(60, 0, url, "simulated", "tpe", 0, None, folder / "logs"), Silent())
-    return url
 
 
 def test_the_pages_figures_are_the_stores(searched, tmp_path, capsys):
@@ -142,7 +94,7 @@ def test_where_nothing_passed_the_gate_the_page_says_so(store):
         store.finish(outcome(trial, state="PRUNED", ppl=2.5 + trial / 100))
     study = frames(store)
     assert headline(study).who == "no setting passed the gate"
-    assert "Tokens a second against perplexity: 0 trials passed, 30 were pruned" in render(study, [])
+    assert "Passed the gate: 0; pruned: 30; there is no front." in render(study, [])
 
 
 def test_failures_are_counted_by_class_and_warnings_shown(store):
@@ -158,26 +110,14 @@ def test_failures_are_counted_by_class_and_warnings_shown(store):
 
 def test_a_confirmed_winner_makes_the_headline(store):
     store.finish(outcome(0, tps=150.0))
-    figures = {"ppl": 2.31, "tune_tps": 141.0, "held_out_tps": 139.0, "gap": 0.01, "identity": {"rate": 1.0}}
-    values = {"claimed": 138.0, "mean": 139.0, "low": 136.0, "high": 142.0, "p_pass": 0.973}
-    store.add_confirmation(
-        Confirmation(study="s", trial=0, setting=store.outcome(0).setting, eligible=True, figures=figures, **values)
-    )
+    confirm(store, 0)
     page = page_of(store)
     assert [page.texts[k] for k in ("tps", "times", "ppl", "p-pass")] == ["138.0", "1.50", "2.3100", "97.3%"]
     assert page.tables["finalists"][1][:3] == ["0", "138.0", "139.0"]
 
 
 def test_a_study_of_five_thousand_trials_is_written_in_seconds_and_can_be_mailed(store):
-    with store._session() as session, session.begin():
-        for trial in range(5000):
-            over = trial % 4 == 0
-            session.add(
-                outcome(trial, state="PRUNED", ppl=2.5 + trial % 7 / 50)
-                if over
-                else outcome(trial, tps=100 + trial % 97, ppl=2.30 + trial % 89 / 1000)
-            )
-    store.finish(outcome(5000, tps=90.0, ppl=2.41))  # rewrites the front
+    fill(store, 5000)
     started = time.perf_counter()
     html = render(frames(store), [])
     assert time.perf_counter() - started < 10

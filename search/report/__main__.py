@@ -9,14 +9,19 @@ Exit codes: 0 done, 1 nothing to report, 2 bad arguments.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, find_study, set_up_errors
+from search.cli import (
+    DEFAULT_STORAGE,
+    add_output_arguments,
+    add_study_arguments,
+    find_study,
+    set_up_errors,
+    study_arguments,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,16 +37,17 @@ def main(argv: list[str] | None = None) -> int:
     """Write the report; returns the exit code."""
     args = parser().parse_args(argv)
     with set_up_errors(args.debug):
+        from search.files import write_whole
         from search.report.page import render
-        from search.store import Store, open_engine, safe_url, study_names
+        from search.store import Store, open_engine, study_names
         from search.store.frames import frames
 
         url = args.storage or DEFAULT_STORAGE
         engine = open_engine(url, must_exist=True)
         name = _study(args.study, study_names(engine))
         store = Store(engine, name)
-        page = render(frames(store), _commands(args.study, safe_url(url), store.options()))
-        _write(args.out, page)
+        page = render(frames(store), _commands(study_arguments(args.study, url), store.options()))
+        write_whole(args.out, page)
         print(f"Wrote {args.out}: study {name}, {len(page) / 1e6:.1f} MB.")
     return 0
 
@@ -58,22 +64,13 @@ def _study(asked: str | None, stored: list[str]) -> str:
     return next((name for name in names if name in stored), names[0])
 
 
-def _commands(study: str | None, storage: str, options: Mapping[str, Any]) -> list[str]:
-    where = (f" --study {study}" if study else "") + (f" --storage {storage}" if storage != DEFAULT_STORAGE else "")
+def _commands(where: str, options: Mapping[str, Any]) -> list[str]:
     how = "".join(f" --{name} {options[name]}" for name in ("trials", "sampler", "seed", "engine") if name in options)
     return [
         f"python -m search.run{where}{how}",
         f"python -m search.export{where} --out manifest",
         "python -m search.verify manifest",
     ]
-
-
-def _write(out: Path, page: str) -> None:
-    """Whole, or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=out.parent, prefix=f".{out.name}-", delete=False) as file:
-        file.write(page)
-    os.replace(file.name, out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from search.knobs import DRAFTS, KNOWN, WINDOW
+from search.knobs import DRAFTS, KNOWN, SHORT, TOP_K, WINDOW
 from search.report.hypervolume import progress
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"),
     *("#56B4E9", "#808080"),
 )
-NAMES = {WINDOW: "sliding window", "centroid_top_k": "centroid top-k", DRAFTS: "speculative tokens K"}
-MANY = 1500  # points from which on they are drawn by the graphics card
+NAMES = {WINDOW: "sliding window", TOP_K: "centroid top-k", DRAFTS: "speculative tokens K"}
 LEAST_FOR_IMPORTANCE = 20  # trials
 
 
@@ -103,8 +102,8 @@ def front(study: Frames) -> Figure | None:
     far = pruned.ppl.quantile(0.9) if not pruned.empty else study.ceiling
     low, high = min([study.reference.ppl, *timed.ppl]), max(study.ceiling, far)
     plot.update_xaxes(range=[low - 0.05 * (high - low), high + 0.05 * (high - low)])
-    fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "none passed the gate"
-    alt = f"Tokens a second against perplexity: {len(timed)} trials passed, {len(pruned)} were pruned; {fastest}."
+    fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "there is no front"
+    alt = f"Tokens a second against perplexity. Passed the gate: {len(timed)}; pruned: {len(pruned)}; {fastest}."
     return Figure("front", "What each setting costs and gives", alt, plot)
 
 
@@ -130,15 +129,12 @@ def tps_by_knob(study: Frames) -> Figure | None:
         return None
     plot = make_subplots(1, len(knobs), shared_yaxes=True, horizontal_spacing=0.03)
     for column, knob in enumerate(knobs, start=1):
-        kind = go.Scattergl if len(timed) > MANY else go.Scatter
-        plot.add_trace(
-            kind(x=timed[knob], y=timed.tps, mode="markers", marker={"color": SKY, "size": 5}, name=NAMES[knob]),
-            row=1,
-            col=column,
-        )
+        marker = {"color": SKY, "size": 5}
+        points = go.Scatter(x=timed[knob], y=timed.tps, mode="markers", marker=marker, name=NAMES[knob])
+        plot.add_trace(points, row=1, col=column)
         middle = timed.groupby(knob).tps.median()
         plot.add_trace(go.Scatter(x=middle.index, y=middle, line={"color": BLUE}, name="median"), row=1, col=column)
-        plot.update_xaxes(title_text=NAMES[knob], row=1, col=column)
+        plot.update_xaxes(title_text=SHORT[knob], row=1, col=column)
     plot.update_yaxes(title_text="tokens a second", col=1)
     plot.update_layout(showlegend=False)
     return Figure("knobs", "Tokens a second by each knob", f"{len(timed)} timed trials by {len(knobs)} knobs.", plot)
@@ -302,9 +298,8 @@ def _hover(rows: pd.DataFrame, *, timed: bool = True) -> dict[str, Any]:
 
 
 def _points(rows: pd.DataFrame, name: str, colour: str, symbol: str, *, timed: bool = True) -> Any:
-    kind = go.Scattergl if len(rows) > MANY else go.Scatter
     marker = {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.75}
-    return kind(x=rows.ppl, y=rows.tps, mode="markers", name=name, marker=marker, **_hover(rows, timed=timed))
+    return go.Scatter(x=rows.ppl, y=rows.tps, mode="markers", name=name, marker=marker, **_hover(rows, timed=timed))
 
 
 def _importances(study: Frames, what: str) -> dict[str, float]:
