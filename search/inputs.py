@@ -23,12 +23,20 @@ def check_inputs(spec: StudySpec) -> None:
     Raises:
         UsageError: naming the key and line of the study file, or the prompt or record, and what does not fit.
     """
-    target = _config(spec, "engine.model", spec.engine.model)
-    model = text_config(target)
+    check_texts(spec, check_models(spec))
+
+
+def check_models(spec: StudySpec) -> dict[str, Any]:
+    """Check model, drafter and ranges against each other; the language model's config.
+
+    Raises:
+        UsageError: naming the key and line of the study file, and what does not fit.
+    """
+    model = text_config(_config(spec, "engine.model", spec.engine.model))
     _check_window(spec, model)
     if spec.engine.drafter is not None:
         _check_drafter(spec, model, _config(spec, "engine.drafter", spec.engine.drafter))
-    _check_texts(spec, model)
+    return model
 
 
 def _config(spec: StudySpec, key: str, name: str) -> dict[str, Any]:
@@ -74,7 +82,12 @@ def _check_drafter(spec: StudySpec, model: Mapping[str, Any], drafter: Mapping[s
         raise _error(spec, f"knobs.{TOP_K}.high", f"{knob.largest} is over the drafter's {centroids} centroids")
 
 
-def _check_texts(spec: StudySpec, model: Mapping[str, Any]) -> None:
+def check_texts(spec: StudySpec, model: Mapping[str, Any]) -> None:
+    """Check prompts and records against the language model's config.
+
+    Raises:
+        UsageError: naming the file, the prompt or record, and what does not fit.
+    """
     vocabulary = int(model["vocab_size"])
     context = int(spec.engine.args.get("max_model_len") or model.get("max_position_embeddings") or 0)
     generated = spec.workload.output_tokens

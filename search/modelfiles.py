@@ -59,6 +59,19 @@ def read_hub_config(name: str) -> dict[str, Any]:
         raise EngineError("bad-setting", _not_fetched(name, error)) from error
 
 
+def weight_bytes(name: str) -> int | None:
+    """Bytes of a model's weight files, in a local folder or on the Hugging Face hub; None if the hub does not say."""
+    if name.startswith((".", "/")) or Path(name).is_dir():
+        return sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().model_info(name, files_metadata=True).siblings or []
+    except Exception:  # no network, no licence, no such model: what needs the weights will say so
+        return None
+    return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
+
+
 def _not_fetched(name: str, error: Exception) -> str:
     return (
         f"Model {name} is no local folder and could not be fetched from the Hugging Face hub ({type(error).__name__}); "
