@@ -2,6 +2,7 @@
 
 import msgspec
 
+from search.engine.protocol import Sampled
 from search.engine.simulated import SimulatedEngine
 from search.knobs import DRAFTS
 
@@ -44,3 +45,10 @@ class TooFast(SimulatedEngine):
 
     def load(self, request):
         return msgspec.structs.replace(super().load(request), step_bytes=8 * 10**9, bandwidth=1e12)
+
+
+class EndsAtOnce(SimulatedEngine):
+    """Has nothing to add to any text."""
+
+    def sample(self, request):
+        return Sampled(token_ids=[])

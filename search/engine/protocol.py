@@ -61,6 +61,17 @@ class Decode(Message, frozen=True):
     show_tokens: bool = False
 
 
+class Sample(Message, frozen=True):
+    """Continue `prompt` (token ids) by sampling until the model ends the text, or for `max_tokens`."""
+
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
 # Replies --------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +128,12 @@ class Decoded(Message, frozen=True):
     gaps: list[float] = []
 
 
+class Sampled(Message, frozen=True):
+    """The tokens that were sampled, without one that ends the text."""
+
+    token_ids: list[int]
+
+
 class Failed(Message, frozen=True):
     """The request could not be carried out: `kind` is one of FAILURE_KINDS, `reason` one sentence."""
 
@@ -135,8 +152,8 @@ class EngineError(Exception):
         self.kind = kind
 
 
-Request = Load | Apply | Score | Decode
-Reply = Loaded | Applied | Scored | Decoded | Failed
+Request = Load | Apply | Score | Decode | Sample
+Reply = Loaded | Applied | Scored | Decoded | Sampled | Failed
 
 _encoder = msgspec.json.Encoder()
 _request_decoder = msgspec.json.Decoder(Request)

@@ -20,6 +20,8 @@ from search.engine.protocol import (
     EngineError,
     Load,
     Loaded,
+    Sample,
+    Sampled,
     Score,
     Scored,
     Setting,
@@ -93,6 +95,11 @@ class SimulatedEngine:
             token_ids=list(range(request.max_tokens)) if request.show_tokens else [],
             gaps=[1.0] * request.max_tokens if request.show_tokens else [],
         )
+
+    def sample(self, request: Sample) -> Sampled:
+        """Any tokens; the same ones for the same seed."""
+        draw = random.Random(_hash("sample", request.prompt, request.seed))
+        return Sampled(token_ids=[draw.randrange(VOCABULARY) for _ in range(request.max_tokens)])
 
     def _acceptance(self) -> list[float]:
         """Acceptance by position: the record's seven, then on at its last ratio; less with few centroids."""

@@ -25,6 +25,8 @@ from search.engine.protocol import (
     Loaded,
     Reply,
     Request,
+    Sample,
+    Sampled,
     Score,
     Scored,
     decode_request,
@@ -61,6 +63,9 @@ class Engine(Protocol):
     def decode(self, request: Decode) -> Decoded:
         """Decode one prompt and time it."""
 
+    def sample(self, request: Sample) -> Sampled:
+        """Sample one continuation."""
+
 
 def answer(engine: Engine, request: Request) -> Reply:
     """Carry out one request; whatever goes wrong becomes a `Failed`."""
@@ -74,6 +79,8 @@ def answer(engine: Engine, request: Request) -> Reply:
                 return engine.score(request)
             case Decode():
                 return engine.decode(request)
+            case Sample():
+                return engine.sample(request)
     except EngineError as error:
         return Failed(kind=error.kind, reason=str(error))
     except MemoryError as error:
