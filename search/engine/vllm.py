@@ -34,6 +34,8 @@ from search.engine.protocol import (
     EngineError,
     Load,
     Loaded,
+    Sample,
+    Sampled,
     Score,
     Scored,
     Setting,
@@ -159,6 +161,19 @@ class VllmEngine:
             gaps=[_gap(entry) for entry in output.outputs[0].logprobs or []],
         )
 
+    def sample(self, request: Sample) -> Sampled:
+        """Sample one continuation."""
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+        )
+        found = self._generate(request.prompt, params).outputs[0]
+        tokens = list(found.token_ids)
+        return Sampled(token_ids=tokens[:-1] if found.finish_reason == "stop" else tokens)
+
     def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
         return self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
 
@@ -251,6 +266,7 @@ def _cpu_models(cpuinfo: Path) -> Iterable[str]:
 def _environment() -> dict[str, Any]:
     import transformers
 
+    device = (gpu.first_gpu() if torch.cuda.is_available() else None) or {}
     return {
         "engine": "vllm",
         "simulated": False,
@@ -263,5 +279,6 @@ def _environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "patches": sorted(plugin.report()),
+        **{f"gpu_{name}": value for name, value in device.items()},
         "preload": [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library],
     }
