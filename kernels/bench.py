@@ -1,5 +1,7 @@
 """Check the kernels on this GPU, then time them against vLLM's own: python -m kernels.bench [--json FILE] [--seed N].
 
+With --end-to-end it is vLLM that is timed, with and without each patch (see `kernels.end_to_end`).
+
 Every case is first compared with its float64 reference on fresh random data; a kernel that is off is not timed, and
 the exit code is 1. Times are medians of CUDA-graph replays, divided by the calls in the graph. Consecutive calls of a
 graph use other pages, or other hidden states, of a pool several times the L2 cache, so that each call finds its data
@@ -282,17 +284,18 @@ def bench_attention(
     data.ours(0)
     error = require_close(case.name, data.out, data.reference(0), BOUNDS[case.dtype])
     ours = microseconds([partial(data.ours, copy) for copy in range(data.copies)])
-    stock = None
+    stock = stock_error = None
     if unified_attention is not None:
         call = data.stock(unified_attention)
         data.out.fill_(torch.nan)
         call(0)
-        require_close(f"vLLM's kernel, {case.name}", data.out, data.reference(0), BOUNDS[case.dtype])
+        stock_error = require_close(f"vLLM's kernel, {case.name}", data.out, data.reference(0), BOUNDS[case.dtype])
         stock = microseconds([partial(call, copy) for copy in range(data.copies)])
     floor = case.bytes_moved / bandwidth * 1e6
     return {
         "case": case.name,
         "error": error,
+        "vllm_error": stock_error,
         "ours_us": ours,
         "vllm_us": stock,
         "ratio": stock / ours if stock else None,
@@ -416,10 +419,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Check and time the GPU kernels.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the random data (default: a new one)")
+    parser.add_argument(
+        "--end-to-end",
+        nargs="?",
+        const="here",
+        choices=("here", "separate"),
+        help="time vLLM with and without the patches instead, in this process or in one of its own",
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("There is no CUDA GPU here, so nothing is timed. The tests check the kernels on a CPU.", file=sys.stderr)
         return 1
+    if args.end_to_end:
+        return _end_to_end(args.end_to_end, args.json)
     seed = torch.seed() if args.seed is None else args.seed
     torch.manual_seed(seed)
     stock = vllm_kernels()
@@ -436,7 +448,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     attention_columns = {
         "attention": ("case", ""),
-        "error": ("error", ".1e"),
+        "error": ("error", ".2e"),
+        "of vLLM": ("vllm_error", ".2e"),
         "ours, µs": ("ours_us", ".2f"),
         "vLLM, µs": ("vllm_us", ".2f"),
         "vLLM ÷ ours": ("ratio", ".2f"),
@@ -457,6 +470,22 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join([*table(found["attention"], attention_columns), "", *table(found["centroid_head"], head_columns)]))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _end_to_end(mode: str, file: Path | None) -> int:
+    from kernels import end_to_end
+
+    try:
+        measured = end_to_end.run_here() if mode == "here" else end_to_end.run_separate()
+        found = {"environment": environment(), **measured}
+    except end_to_end.WrongTokensError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(", ".join(f"{key} {value}" for key, value in (found["environment"] | found["mode"]).items()))
+    print("\n".join(end_to_end.table(found)))
+    if file:
+        file.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
