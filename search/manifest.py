@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kernels.plugin import DRAFTER_PATCHES, PATCHES
 from search import __version__
 from search.errors import RefusedError
 from search.folder import PROMPTS, RECORDS, finite, manifest_hash
@@ -61,6 +62,12 @@ def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, s
     return keys | {a.upper(): str(spec.engine.args[a]) for a in ARGS_WITH_KEYS if a in spec.engine.args}
 
 
+def patch_keys(facts: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of vLLM's patches that acted where a setting was measured (`facts`: the worker's environment)."""
+    acted = set(facts.get("patches") or ()) - (set() if setting.get(DRAFTS) else DRAFTER_PATCHES)
+    return {key: "1" for key in PATCHES if key in acted}
+
+
 def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str, Any]:
     """The manifest of one measured trial of `store`. What was not measured is None.
 
@@ -86,7 +93,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
         "served_model_name": spec.engine.model_name,
         "port": PORT,
         "serve": "python serve.py",
-        "env": environment_keys(spec, outcome.setting),
+        "env": environment_keys(spec, outcome.setting) | patch_keys(facts, outcome.setting),
         "confirmed": confirmation.eligible if confirmation else None,
         "evidence": {
             "tps": {

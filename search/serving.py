@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kernels.plugin import PATCHES
 from search.data import json_hash
 from search.engine.preload import with_preload
 from search.engine.protocol import EngineError
@@ -42,7 +43,8 @@ def serve(folder: Path) -> None:
         manifest = read_manifest(folder)
     except UsageError as error:
         sys.exit(f"error: {error}")
-    os.environ.update(with_preload({**os.environ, **manifest["env"]}))  # the engine is a child process
+    # The engine is a child process. A patch that the manifest does not name is off, whatever this shell says.
+    os.environ.update(with_preload({**os.environ, **dict.fromkeys(PATCHES, "0"), **manifest["env"]}))
     hashes = manifest["evidence"]["hashes"]
     target = _checked(manifest["model_id"], hashes["model"])
     drafter = None

@@ -20,6 +20,7 @@ from kernels.patches import base, draft_graph, window_attention
 from kernels.patches.base import PatchRefusedError
 from search.engine.protocol import EngineError
 from search.engine.readback import EffectiveKnobs, ReadBack
+from search.manifest import patch_keys
 
 TRITON_ATTN = "vllm.v1.attention.backends.triton_attn"
 GEMMA_MTP = "vllm.model_executor.models.gemma4_mtp"
@@ -520,3 +521,16 @@ def test_a_server_answers_with_its_workers_patches():
     assert asked == ["active_patches"]
     assert sent[0]["status"] == 200
     assert json.loads(sent[1]["body"]) == {"FA_SLIDING": {"taken": 42, "left": 0}}
+
+
+# Manifest.
+
+
+def test_a_manifest_carries_the_keys_of_patches_that_acted_and_no_others():
+    facts = {"patches": ["FA_SLIDING", "FUSED_CENTROID_HEAD", "cpu-centroid-head"]}
+    assert patch_keys(facts, {"num_speculative_tokens": 7}) == {"FA_SLIDING": "1", "FUSED_CENTROID_HEAD": "1"}
+    assert patch_keys({"engine": "simulated"}, {"num_speculative_tokens": 7}) == {}
+
+
+def test_without_drafts_a_manifest_carries_no_keys_of_the_drafter():
+    assert patch_keys({"patches": list(plugin.PATCHES)}, {"num_speculative_tokens": 0}) == {"FA_SLIDING": "1"}
