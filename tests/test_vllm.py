@@ -4,19 +4,24 @@ The table that the live-equals-cold proof prints is seen with: python -m pytest 
 """
 
 import json
+import math
 import signal
 import statistics
 import subprocess
 import time
 
 import pytest
-from conftest import MINIATURE
+import readme
+from conftest import MINIATURE, write_lines
 
+from search import records
+from search.data import read_records
 from search.engine.process import Worker, WorkerError
 from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
 from search.modelfiles import read_config
 from search.serving import derive_drafter
 from search.spec import read_study
+from search.store import Store, open_engine, study_names
 from tests.faults.study import small_miniature
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -150,9 +155,13 @@ def small_study(tmp_path):
 
 
 def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(python, tmp_path, small_study):
-    storage = f"sqlite:///{tmp_path}/study.db"
-    where = ["--study", str(small_study), "--storage", storage]
-    command = [python, "-m", "search.run", *where, "--trials", "10", "--confirm", "1", "--json"]
+    def typed(start, *more):
+        """A command of the README for the small study, with more behind it."""
+        _, *words = readme.command(f"python -m search.{start}")
+        return [python, *words, *more]
+
+    where = ["--study", str(small_study)]
+    command = typed("run", *where, "--trials", "10", "--confirm", "1", "--json")
 
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
         for line in run.stderr:
@@ -178,19 +187,35 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
     assert confirmed is not None, done.stderr
     assert confirmed["claimed"] <= confirmed["mean"] and confirmed["p_pass"] > 0.9
 
-    out = tmp_path / "m"
-    subprocess.run([python, "-m", "search.export", *where, "--out", str(out)], cwd=tmp_path, check=True)
-    manifest = json.loads((out / "manifest.json").read_text())
+    subprocess.run(typed("export", *where), cwd=tmp_path, check=True)
+    manifest = json.loads((tmp_path / "manifest" / "manifest.json").read_text())
+    database = open_engine(f"sqlite:///{tmp_path}/study.db")
+    (exported,) = Store(database, *study_names(database)).exports()
+    assert exported.manifest == manifest
     assert manifest["confirmed"] is True
     assert manifest["evidence"]["tps"]["claimed"] == confirmed["claimed"]
     assert manifest["env"]["SLIDING_WINDOW"] == str(confirmed["knobs"][WINDOW])
 
     # Everything but the speed must hold to the letter. The speed holds as often as `p_pass` says, which is not always.
-    verify = subprocess.run(
-        [python, "-m", "search.verify", str(out), "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=900
-    )
+    verify = subprocess.run(typed("verify", "--json"), cwd=tmp_path, capture_output=True, text=True, timeout=900)
     checks = {check["what"]: check for check in json.loads(verify.stdout)["checks"]}
     assert verify.returncode in (0, 3), verify.stderr
     assert len(checks) >= 12
     speed = {"tokens a second", "pace of the machine"}
     assert [c for what, c in checks.items() if c["verdict"] != "holds" and what not in speed] == []
+
+
+def test_records_sampled_from_the_target_are_what_it_finds_likely(live, tmp_path, spec):
+    """The miniature is its own reference here. Tokens of any other model, or scored at other places, have hundreds."""
+    prompts = tmp_path / "prompts.jsonl"
+    write_lines(prompts, [{"id": p.id, "prompt_token_ids": list(p.token_ids)} for p in spec.prompts()[:3]])
+    out, model = tmp_path / "records.jsonl", str(MINIATURE / "target")
+    words = ["build", "--model", model, "--for", model, "--prompts", str(prompts), "--out", str(out), "--tokens", "64"]
+    arguments = [f"{name}={value}" for name, value in {**spec.engine.args, "enforce_eager": "true"}.items()]
+    assert records.main([*words, "--logs", str(tmp_path), *(w for a in arguments for w in ("--arg", a))]) == 0
+    made = read_records(out)
+    assert len(made) == 3 and all(len(r.target) <= 64 for r in made)
+    apply(live, SETTINGS[0], spec.prompts()[0])
+    ppl = math.exp(sum(score(live, r) for r in made) / sum(len(r.target) for r in made))
+    print(f"\nperplexity of the miniature's own samples: {ppl:.2f}")
+    assert ppl < 12
