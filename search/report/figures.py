@@ -99,8 +99,8 @@ def front(study: Frames) -> Figure | None:
     )
     plot.add_vline(x=study.ceiling, line={"color": RED, "dash": "dash"}, annotation={"text": "ceiling"})
     plot.update_layout(xaxis_title="perplexity (less is better)", yaxis_title="tokens a second")
-    far = pruned.ppl.quantile(0.9) if not pruned.empty else study.ceiling
-    low, high = min([study.reference.ppl, *timed.ppl]), max(study.ceiling, far)
+    low, ceiling = min([study.reference.ppl, *timed.ppl]), study.ceiling
+    high = min(max([ceiling, *pruned.ppl]), ceiling + (ceiling - low))  # what is far over it is seen when zoomed out
     plot.update_xaxes(range=[low - 0.05 * (high - low), high + 0.05 * (high - low)])
     fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "there is no front"
     alt = f"Tokens a second against perplexity. Passed the gate: {len(timed)}; pruned: {len(pruned)}; {fastest}."
