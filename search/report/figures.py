@@ -24,7 +24,8 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"),
     *("#56B4E9", "#808080"),
 )
-NAMES = {WINDOW: "sliding window", TOP_K: "centroid top-k", DRAFTS: "speculative tokens K"}
+WRITTEN_OUT = {WINDOW: "sliding window", TOP_K: "centroid top-k", DRAFTS: "speculative tokens K"}
+NAMES = {name: WRITTEN_OUT.get(name, name) for name in KNOWN}
 LEAST_FOR_IMPORTANCE = 20  # trials
 
 
