@@ -142,13 +142,16 @@ def _checked(model: str, expected: str | None) -> Path:
 
 
 def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
-    """Send the manifest's warm-up prompts (random tokens) once the server answers."""
+    """Send the manifest's warm-up prompts (random tokens) once the server answers; nobody else is answered before."""
+    from search.engine.readback import WARM_UP_HEADER, WARM_UP_PASS, warm
+
+    own = {WARM_UP_HEADER: WARM_UP_PASS, "Content-Type": "application/json"}
     env = manifest["env"]
     address = f"http://{HOST}:{port}"
     deadline = time.monotonic() + READY_WAIT_S
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
+            with urllib.request.urlopen(urllib.request.Request(f"{address}/health", headers=own), timeout=5):
                 break
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
@@ -161,9 +164,8 @@ def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
             "max_tokens": int(env["WARMUP_MAX_TOKENS"]),
             "temperature": 0.0,
         }
-        request = urllib.request.Request(
-            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), own)
         with urllib.request.urlopen(request, timeout=600):
             pass
+    warm.set()
     print(f"Warm-up done: {prompts} prompts.", flush=True)

@@ -1,10 +1,13 @@
 """The manifest and what is made of it, without starting a server (test_vllm.py starts one)."""
 
+import asyncio
 import json
 import socket
+import threading
 
 import pytest
 
+from search.engine import readback
 from search.errors import RefusedError
 from search.folder import manifest_hash
 from search.manifest import build_manifest, environment_keys, write_manifest
@@ -163,3 +166,28 @@ def test_the_servers_arguments_are_the_manifests(manifest, tmp_path):
     assert "--no-enable-prefix-caching" in arguments
     assert json.loads(value("--hf-overrides")) == {"text_config": {"sliding_window": 188}}
     assert json.loads(value("--speculative-config"))["model"] == str(tmp_path / "drafter")
+
+
+def test_nobody_but_the_warm_up_is_answered_before_it_is_done(monkeypatch):
+    monkeypatch.setattr(readback, "warm", threading.Event())
+
+    async def vllm(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def status(path, headers=()):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "headers": list(headers)}
+        asyncio.run(readback.EffectiveKnobs(vllm)(scope, None, send))
+        return sent[0]["status"]
+
+    own = [(readback.WARM_UP_HEADER.encode(), readback.WARM_UP_PASS.encode())]
+    guessed = [(readback.WARM_UP_HEADER.encode(), b"let me in")]
+    assert [status(path) for path in ("/health", "/v1/models", "/effective")] == [503, 503, 503]
+    assert status("/v1/completions", guessed) == 503
+    assert status("/v1/completions", own) == 200
+    readback.warm.set()
+    assert status("/v1/models") == 200

@@ -1,5 +1,7 @@
 """What acts in a served vLLM, knobs and patches: a worker extension that reads it, a middleware that answers with it.
 
+The middleware also answers nobody before the server is warm.
+
 Both are named on vLLM's command line (`--worker-extension-cls`, `--middleware`) by `search.serving`.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -38,8 +42,19 @@ class ReadBack:
         return plugin.report()
 
 
+warm = threading.Event()
+"""Set once the warm-up's prompts have run."""
+WARM_UP_PASS = secrets.token_hex(8)
+"""What the warm-up's own requests carry in the header `WARM_UP_HEADER`."""
+WARM_UP_HEADER = "x-warm-up"
+
+
 class EffectiveKnobs:
-    """ASGI middleware: GET /effective answers with the first worker's effective knobs, /patches with its patches."""
+    """ASGI middleware: GET /effective answers with the first worker's effective knobs, /patches with its patches.
+
+    Until the server is warm all requests but the warm-up's own are answered with 503: a client that waits for
+    /v1/models or /health to answer waits for the warm-up too.
+    """
 
     _ANSWERS: Mapping[str, str] = {"/effective": "effective_knobs", "/patches": "active_patches"}
 
@@ -53,11 +68,20 @@ class EffectiveKnobs:
         send: Callable[[ASGIMessage], Awaitable[None]],
     ) -> None:
         """Answer these two; everything else goes on to vLLM."""
-        if scope["type"] != "http" or scope["path"] not in self._ANSWERS:
+        if scope["type"] == "http" and not warm.is_set() and not _of_the_warm_up(scope):
+            await _answer(send, 503, {"error": "warming up"})
+        elif scope["type"] == "http" and scope["path"] in self._ANSWERS:
+            client = scope["app"].state.engine_client
+            await _answer(send, 200, (await client.collective_rpc(self._ANSWERS[scope["path"]]))[0])
+        else:
             await self._app(scope, receive, send)
-            return
-        client = scope["app"].state.engine_client
-        body = json.dumps((await client.collective_rpc(self._ANSWERS[scope["path"]]))[0]).encode()
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+
+
+def _of_the_warm_up(scope: ASGIMessage) -> bool:
+    return (WARM_UP_HEADER.encode(), WARM_UP_PASS.encode()) in scope["headers"]
+
+
+async def _answer(send: Callable[[ASGIMessage], Awaitable[None]], status: int, document: Any) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(document).encode()})
