@@ -22,8 +22,8 @@ PATCHES: Mapping[str, str] = {
     "DRAFT_GRAPH": "kernels.patches.draft_graph",
 }
 """The module of each patch, by the environment key that switches it: "1" is on; "0", "" and an unset key are off."""
-DRAFTER_PATCHES = frozenset({"FUSED_CENTROID_HEAD", "DRAFT_GRAPH"})
-"""Those that act only while tokens are drafted."""
+LEAST_DRAFTS: Mapping[str, int] = {"FA_SLIDING": 0, "FUSED_CENTROID_HEAD": 1, "DRAFT_GRAPH": 2}
+"""Tokens drafted a step from which on each of them has something to do."""
 NOT_LOADED = (
     "{keys} cannot act: vLLM did not load the plugin vllm_pareto here. Install vllm-pareto in this environment, and "
     "name it in VLLM_PLUGINS if that is set."
@@ -56,6 +56,12 @@ def install(key: str) -> Patch:
     return patch
 
 
+def remove(key: str) -> None:
+    """Take the patch of one key out again, if it acts. CUDA graphs that were captured with it keep it."""
+    if key in active:
+        active[key].remove()
+
+
 def switched_on(environ: Mapping[str, str]) -> list[str]:
     """The keys that are on.
 
@@ -71,6 +77,11 @@ def switched_on(environ: Mapping[str, str]) -> list[str]:
 def report() -> dict[str, dict[str, int]]:
     """What acts in this process: calls that were taken and that were left to vLLM's own code, by patch."""
     return {name: {"taken": patch.taken, "left": patch.left} for name, patch in sorted(active.items())}
+
+
+def acting() -> dict[str, int]:
+    """The keys whose patches act in this process, each with 1: what a knob's effective value is."""
+    return {key: 1 for key in PATCHES if key in active}
 
 
 def missing(environ: Mapping[str, str]) -> list[str]:

@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kernels.plugin import LEAST_DRAFTS
 from search.engine.protocol import KnobValue, Setting
 
 WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
-SHORT = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K"}
+SHORT = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K", **{key: key for key in LEAST_DRAFTS}}
 
 
 @dataclass(frozen=True)
 class KnobKind:
-    """What is known of a knob before any study: whether it can change perplexity, and its smallest value."""
+    """What is known of a knob before any study: whether it can change perplexity, its least and largest value."""
 
     affects_quality: bool
     minimum: int
     meaning: str
+    maximum: int | None = None
+    needs_drafter: bool = True
 
 
 KNOWN: Mapping[str, KnobKind] = {
-    WINDOW: KnobKind(True, 1, "tokens that the sliding-window layers attend to"),
+    WINDOW: KnobKind(True, 1, "tokens that the sliding-window layers attend to", needs_drafter=False),
     TOP_K: KnobKind(False, 1, "centroids of the drafter's head whose tokens are candidates"),
     DRAFTS: KnobKind(False, 0, "tokens drafted a step; 0 decodes without the drafter"),
+    # Patches of `kernels.plugin`, by their environment keys: 0 is vLLM's own code. On a GPU alone.
+    "FA_SLIDING": KnobKind(True, 0, "1: steps of few rows attend through the split kernel", 1, needs_drafter=False),
+    "FUSED_CENTROID_HEAD": KnobKind(False, 0, "1: the drafter's greedy token comes from the fused head", 1),
+    "DRAFT_GRAPH": KnobKind(False, 0, "1: the draft passes of a step are one CUDA graph", 1),
 }
 
 
@@ -57,11 +64,15 @@ class Knob:
 def canonical(setting: Mapping[str, KnobValue], native: Mapping[str, KnobValue]) -> Setting:
     """The one spelling of all settings that decode alike, knobs in the order of KNOWN.
 
-    Without drafts the centroid head never runs, so its top-k is written as the drafter's own.
+    Without drafts the centroid head never runs, so its top-k is written as the drafter's own; so is a patch that has
+    nothing to do.
     """
     full = {**native, **setting}
     if full.get(DRAFTS) == 0 and TOP_K in native:
         full[TOP_K] = native[TOP_K]
+    for key, least in LEAST_DRAFTS.items():
+        if key in native and int(full.get(DRAFTS, 0)) < least:
+            full[key] = native[key]
     return {name: full[name] for name in KNOWN if name in full}
 
 

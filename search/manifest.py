@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kernels.plugin import DRAFTER_PATCHES, PATCHES
+from kernels.plugin import LEAST_DRAFTS
 from search import __version__
 from search.errors import RefusedError
 from search.folder import PROMPTS, RECORDS, finite, manifest_hash
@@ -63,9 +63,12 @@ def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, s
 
 
 def patch_keys(facts: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of vLLM's patches that acted where a setting was measured (`facts`: the worker's environment)."""
-    acted = set(facts.get("patches") or ()) - (set() if setting.get(DRAFTS) else DRAFTER_PATCHES)
-    return {key: "1" for key in PATCHES if key in acted}
+    """The keys of vLLM's patches that acted where a setting was measured.
+
+    A key that is no knob of the setting acted if the worker's environment (`facts`) lists its patch.
+    """
+    acted, drafts = facts.get("patches") or (), setting.get(DRAFTS) or 0
+    return {key: "1" for key, least in LEAST_DRAFTS.items() if setting.get(key, key in acted) and drafts >= least}
 
 
 def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str, Any]:

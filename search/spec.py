@@ -336,13 +336,16 @@ def _knobs(section: _Section, *, has_drafter: bool) -> tuple[Knob, ...]:
             close = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"did you mean {close[0]}" if close else f"known are: {', '.join(KNOWN)}"
             raise section.error(node, f"knobs.{name} is not a known knob; {hint}")
-        if name != "sliding_window" and not has_drafter:
+        if KNOWN[name].needs_drafter and not has_drafter:
             raise section.error(node, f"knobs.{name} needs a drafter, and engine.drafter is not set")
         part = section.section(name)
         low = part.take("low", int, least=KNOWN[name].minimum)
         high = part.take("high", int)
         if high < low:
             raise part.error(node, f"knobs.{name}: high ({high}) is below low ({low})")
+        most = KNOWN[name].maximum
+        if most is not None and high > most:
+            raise part.error(node, f"knobs.{name}: high ({high}) is over {most}")
         knob = Knob(
             name,
             low,

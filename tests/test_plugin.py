@@ -505,7 +505,8 @@ def test_a_key_that_no_plugin_honours_is_a_mismatch_not_a_reading(vllm, monkeypa
     assert caught.value.kind == "mismatch"
 
 
-def test_a_server_answers_with_its_workers_patches():
+def test_a_server_answers_with_its_workers_patches(monkeypatch):
+    monkeypatch.setattr("search.engine.readback.warm", SimpleNamespace(is_set=lambda: True))
     asked, sent = [], []
 
     async def collective_rpc(method):
@@ -532,5 +533,8 @@ def test_a_manifest_carries_the_keys_of_patches_that_acted_and_no_others():
     assert patch_keys({"engine": "simulated"}, {"num_speculative_tokens": 7}) == {}
 
 
-def test_without_drafts_a_manifest_carries_no_keys_of_the_drafter():
-    assert patch_keys({"patches": list(plugin.PATCHES)}, {"num_speculative_tokens": 0}) == {"FA_SLIDING": "1"}
+@pytest.mark.parametrize(
+    ("drafts", "keys"), [(0, ["FA_SLIDING"]), (1, ["FA_SLIDING", "FUSED_CENTROID_HEAD"]), (2, list(plugin.PATCHES))]
+)
+def test_a_manifest_carries_no_key_of_a_patch_that_has_nothing_to_do(drafts, keys):
+    assert list(patch_keys({"patches": list(plugin.PATCHES)}, {"num_speculative_tokens": drafts})) == keys

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kernels import plugin
+from kernels.patches.base import PatchRefusedError
 from search.engine.graphs import GraphRunner
 from search.engine.protocol import EngineError, Setting
 from search.knobs import DRAFTS, TOP_K, WINDOW
@@ -54,6 +56,9 @@ class LiveKnobs:
     def apply(self, setting: Setting) -> None:
         """Put the knobs named in `setting` to their values; the engine must be idle."""
         for name, value in setting.items():
+            if name in plugin.PATCHES:
+                self._switch_patch(name, bool(value))
+                continue
             change = {WINDOW: self._set_window, TOP_K: self._set_top_k, DRAFTS: self._set_drafts}.get(name)
             if change is None:
                 raise EngineError("bad-setting", f"{name} is not a live knob.")
@@ -70,6 +75,18 @@ class LiveKnobs:
         acting = acting_values(self._runner, self._head)
         acting.pop(DRAFTS)
         return acting
+
+    def _switch_patch(self, key: str, on: bool) -> None:
+        """Put a patch of the GPU's kernels in or take it out; the capture that follows makes it act."""
+        if self._graphs is None:
+            raise EngineError("bad-setting", f"{key} is a knob on a GPU alone.")
+        try:
+            if on:
+                plugin.install(key)
+            else:
+                plugin.remove(key)
+        except PatchRefusedError as error:
+            raise EngineError("bad-setting", str(error)) from error
 
     def _set_window(self, window: int) -> None:
         layers, builders = _sliding_layers(self._runner), list(_sliding_builders(self._runner))
@@ -105,7 +122,7 @@ def acting_values(runner: Any, head: Any | None = None) -> Setting:
     """What a model runner will do next: window from layers and metadata builders, top-k from the drafter's head.
 
     K is the number the engine was built with, which is what an engine that nobody changes drafts a step. `head` is the
-    drafter's, where the runner may not show it.
+    drafter's, where the runner may not show it. Patches that act are listed, each as 1.
 
     Raises:
         EngineError: the places of one knob disagree.
@@ -124,7 +141,7 @@ def acting_values(runner: Any, head: Any | None = None) -> Setting:
         if head.num_selected != top_k * head.vocab_size_per_centroid:
             raise EngineError("mismatch", f"Top-k is {top_k}, but {head.num_selected} tokens are selected.")
         acting[TOP_K] = top_k
-    return acting
+    return acting | plugin.acting()
 
 
 def _sliding_layers(runner: Any) -> list[Any]:

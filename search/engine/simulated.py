@@ -12,6 +12,7 @@ import hashlib
 import math
 import random
 
+from kernels.plugin import PATCHES
 from search.engine.protocol import (
     Applied,
     Apply,
@@ -43,6 +44,7 @@ class SimulatedEngine:
         """Any model will do; it is not opened."""
         self._limits = request.limits
         self._setting: Setting = {WINDOW: NATIVE_WINDOW, TOP_K: NATIVE_TOP_K, DRAFTS: 0}
+        self._setting |= {key: 0 for key in PATCHES if key in request.limits}
         self._noise = random.Random(request.seed)
         self._decoded = 0
         return Loaded(
@@ -78,7 +80,12 @@ class SimulatedEngine:
         accepted = [min(0.98, rate * ease) for rate in self._acceptance()[:drafts_a_step]]
         steps = math.ceil(request.max_tokens / (1 + sum(accepted)))
         keys = min(window, len(request.prompt))
-        step_ms = STEP_MS + STEP_MS_A_ROW * drafts_a_step + STEP_MS_A_KEY * keys + DRAFT_MS * drafts_a_step
+        key_ms, draft_ms = STEP_MS_A_KEY, DRAFT_MS
+        if self._setting.get("FA_SLIDING"):
+            key_ms /= 2
+        for key in ("FUSED_CENTROID_HEAD", "DRAFT_GRAPH"):
+            draft_ms *= 0.9 if self._setting.get(key) else 1.0
+        step_ms = STEP_MS + STEP_MS_A_ROW * drafts_a_step + key_ms * keys + draft_ms * drafts_a_step
         self._decoded += 1
         drift = DRIFT * math.sin(2 * math.pi * self._decoded / DRIFT_PERIOD)
         noise = math.exp(drift + self._noise.gauss(0.0, LATENCY_NOISE))

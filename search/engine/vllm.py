@@ -75,7 +75,10 @@ class VllmEngine:
                 "model": str(drafter),
                 "num_speculative_tokens": int(request.limits[DRAFTS]),
             }
-        self._llm = _build(args)
+        # Built with every patch that may be asked for, so that one which does not fit is known now.
+        searched = [key for key in plugin.PATCHES if key in request.limits]
+        native |= {key: int(os.environ.get(key) == "1") for key in searched}
+        self._llm = _build(args, [key for key in searched if request.limits[key]])
         self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
         gc.collect()
         gc.freeze()  # collections during a timed prompt have less to walk
@@ -97,11 +100,12 @@ class VllmEngine:
         """Change the knobs, read them back; K is counted over a decoded probe."""
         started = time.perf_counter()
         self._live.apply(request.setting)
-        effective = self._live.read_back()
+        off = {name: 0 for name in request.setting if name in plugin.PATCHES}
+        effective = off | self._live.read_back()
         if request.probe_tokens:
             probe = Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens)
             drafts = effective[DRAFTS] = _drafts_a_step(self.decode(probe))
-            _require_taken(drafting=drafts > 0)
+            _require_taken(drafts)
         return Applied(effective=effective, apply_s=time.perf_counter() - started)
 
     def score(self, request: Score) -> Scored:
@@ -190,13 +194,15 @@ class VllmEngine:
         ]
 
 
-def _build(args: dict[str, Any]) -> Any:
-    """The engine, with every patch that the environment asks for.
+def _build(args: dict[str, Any], searched: Iterable[str]) -> Any:
+    """The engine, with every patch that the environment asks for and those that are searched.
 
     Raises:
         EngineError: a patch does not fit, or vLLM did not load the plugin that installs it.
     """
     try:
+        for key in searched:
+            plugin.install(key)
         llm = LLM(**args)
         missing = plugin.missing(os.environ)
     except PatchRefusedError as error:
@@ -218,15 +224,14 @@ def _step_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in weights.values())
 
 
-def _require_taken(drafting: bool) -> None:
-    """After a decoded probe, require that every patch that a key switched on has been at work.
+def _require_taken(drafts: float) -> None:
+    """After a decoded probe of so many drafts a step, require that the patches that keys switched on were at work.
 
     Raises:
-        EngineError: one was never taken; those of the drafter need drafts.
+        EngineError: one was never taken.
     """
     for key, calls in plugin.report().items():
-        wanted = key in plugin.PATCHES and (drafting or key not in plugin.DRAFTER_PATCHES)
-        if wanted and not calls["taken"]:
+        if key in plugin.PATCHES and drafts >= plugin.LEAST_DRAFTS[key] and not calls["taken"]:
             raise EngineError("mismatch", f"{key} is active, but no step was taken by its code.")
 
 
