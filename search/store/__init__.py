@@ -3,6 +3,15 @@
 `load(url)` reads a study as pandas DataFrames; that is the interface for notebooks and scripts.
 """
 
+from search.store.database import (
+    cause_of,
+    engine_options,
+    full_url,
+    open_engine,
+    safe_url,
+    sqlite_file,
+    study_names,
+)
 from search.store.frames import Frames, load
 from search.store.front import pareto_front
 from search.store.models import (
@@ -15,18 +24,7 @@ from search.store.models import (
     PromptTimingRow,
 )
 from search.store.spool import Spool
-from search.store.store import (
-    REFERENCE,
-    Store,
-    cause_of,
-    engine_options,
-    full_url,
-    open_engine,
-    safe_url,
-    setting_key,
-    sqlite_file,
-    study_names,
-)
+from search.store.store import REFERENCE, Store, setting_key
 
 __all__ = [
     "REFERENCE",

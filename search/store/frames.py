@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from search.errors import SearchError
 from search.knobs import KNOWN
+from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
-from search.store.store import REFERENCE, Store, open_engine, study_names
+from search.store.store import REFERENCE, Store
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series

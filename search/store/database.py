@@ -1,0 +1,114 @@
+"""Study databases: their URLs, how they are opened, and how searchers take turns in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Engine, create_engine, delete, event, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from search.errors import SearchError, UsageError
+from search.secrets import redact
+from search.store.models import Definition, Slot
+from search.store.schema import bring_up_to_date
+
+BUSY_TIMEOUT_S = 100
+TURN = 0x7061_7265  # "pare": the lock by which searchers on PostgreSQL take turns
+
+
+def safe_url(url: str) -> str:
+    """A database URL without its password, fit to be shown.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    return _parse(url).render_as_string(hide_password=True)
+
+
+def full_url(url: str) -> str:
+    """A database URL as SQLAlchemy takes it, password and all: postgresql:// is spoken through psycopg.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    return _parse(url).render_as_string(hide_password=False)
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database; None for a server's.
+
+    Raises:
+        UsageError: `url` is no database URL.
+    """
+    parsed = _parse(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def _parse(url: str) -> sqlalchemy.URL:
+    try:
+        parsed = sqlalchemy.make_url(url)
+        return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
+    except sqlalchemy.exc.ArgumentError as error:
+        shown = "" if "@" in url else f" {url!r}"  # before an @ there may be a password
+        raise UsageError(f"--storage{shown} is not a database URL; write sqlite:///study.db.") from error
+
+
+def open_engine(url: str, *, must_exist: bool = False) -> Engine:
+    """An engine on the study database, with our tables made where they are missing and brought up to date.
+
+    With `must_exist`, an SQLite file that is not there is an error instead of an empty study.
+
+    Raises:
+        UsageError: `url` is no database URL, or a newer release wrote the database.
+        SearchError: the database cannot be opened or written.
+    """
+    file = sqlite_file(url)
+    if must_exist and file is not None and not file.is_file():
+        raise SearchError(f"There is no study database {file}; run python -m search.run first.")
+    try:
+        engine = create_engine(_parse(url), **engine_options(url))
+        _take_turns(engine)
+        with engine.begin() as connection:
+            bring_up_to_date(connection)
+            connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
+    except (SQLAlchemyError, ImportError) as error:
+        raise SearchError(f"The study database {safe_url(url)} cannot be written: {cause_of(error)}.") from error
+    return engine
+
+
+def cause_of(error: Exception) -> str:
+    """What a database said, without SQLAlchemy's additions and without secrets."""
+    return redact(str(getattr(error, "orig", None) or error).strip().splitlines()[0]).rstrip(".")
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """How engines on a study database are made, ours and Optuna's: SQLite waits for locks, others notice lost links."""
+    if _parse(url).get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
+    return {"pool_pre_ping": True}
+
+
+def _take_turns(engine: Engine) -> None:
+    """Make our transactions wait for one another from their first statement, so that no two searchers cross.
+
+    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use.
+    """
+    if engine.dialect.name == "sqlite":
+
+        @event.listens_for(engine, "connect")
+        def leave_transactions_to_us(connection: Any, _record: Any) -> None:
+            connection.isolation_level = None
+
+    first = "BEGIN IMMEDIATE" if engine.dialect.name == "sqlite" else f"SELECT pg_advisory_xact_lock({TURN})"
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql(first)
+
+
+def study_names(engine: Engine) -> list[str]:
+    """The studies that a database holds, in alphabetical order."""
+    with engine.connect() as connection:
+        return sorted(connection.scalars(select(Definition.study)))
