@@ -36,12 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     with set_up_errors(args.debug):
         if args.trial != "best" and not args.trial.isdecimal():
             fail(f"--trial must be best or a trial's number, not {args.trial!r}.")
+        from kernels.plugin import PATCHES
         from search.errors import RefusedError
         from search.folder import finite
         from search.knobs import words
         from search.manifest import build_manifest, write_manifest
         from search.spec import read_study
         from search.store import Store, open_engine, safe_url
+        from search.study import PATCH_KEY
 
         path, _ = find_study(args.study)
         spec = read_study(path)
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             return _nothing(f"There is {what} in {where}.")
         if outcome.state != "COMPLETE":
             return _nothing(f"Trial {outcome.trial} has no speed to claim: {outcome.reason}.")
-        store.check_definition(spec.definition(), ignore=("gate.ceiling",))
+        store.check_definition(spec.definition(), ignore=("gate.ceiling", *map(PATCH_KEY.format, PATCHES)))
         confirmation = store.confirmation(outcome.source)
         if not args.unverified and (confirmation is None or not confirmation.eligible):
             raise RefusedError(_refusal(outcome.trial, confirmation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,9 +16,11 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from sqlalchemy.exc import SQLAlchemyError
 
+from kernels.patches.base import PatchRefusedError
+from kernels.plugin import switched_on
 from search.confirm import confirm
 from search.engine.protocol import Setting
-from search.errors import SearchError, SpooledError
+from search.errors import SearchError, SpooledError, UsageError
 from search.inputs import check_inputs
 from search.knobs import TOP_K, WINDOW, Knob
 from search.owner import owner_name
@@ -28,6 +31,7 @@ from search.store import FrontPoint, Outcome, Spool, Store, cause_of, open_engin
 from search.summary import Summary, summarize
 from search.trial import Laboratory
 
+PATCH_KEY = "environment.{}"  # of a study's definition
 STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
 FAILURES_IN_A_ROW = 10  # of one cause
 FAILURES_OF_ANY_CAUSE = 40  # in a row
@@ -65,6 +69,19 @@ class StudyObserver(Observer, Protocol):
         """The last trial ended; finalists are still to be confirmed."""
 
 
+def patches_on(spec: StudySpec) -> dict[str, str]:
+    """The patches that the environment switches on for every trial, as parts of the study's definition.
+
+    Raises:
+        UsageError: a key of the environment is neither on nor off.
+    """
+    searched = {knob.name for knob in spec.knobs}
+    try:
+        return {PATCH_KEY.format(key): "1" for key in switched_on(os.environ) if key not in searched}
+    except PatchRefusedError as error:
+        raise UsageError(str(error)) from error
+
+
 def study_name(spec: StudySpec, engine: str) -> str:
     """The study's name in the database; simulated studies never share one with measured ones."""
     return spec.name if engine == "vllm" else f"{spec.name}-simulated"
@@ -88,7 +105,7 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     with _database_errors(options.storage):
         end_orphans(store, observer)
         store.define(
-            spec.definition(),
+            {**spec.definition(), **patches_on(spec)},
             {"engine": options.engine, "sampler": options.sampler, "seed": options.seed, "trials": options.trials},
         )
         if waiting := store.take_in_spool():

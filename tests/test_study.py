@@ -373,3 +373,13 @@ def test_a_speed_that_no_memory_can_deliver_is_no_measurement(study_folder, opti
         SearchError, match=r"could not be measured: prompt p0: \d+ steps a second over 8.00 GB of weights"
     ):
         search(read_study(study_folder), options(5, engine=ODD + "TooFast"), Silent())
+
+
+def test_a_study_is_not_gone_on_with_under_another_patch_of_vllm(study_folder, options, monkeypatch):
+    search(read_study(study_folder), options(3), Silent())
+    monkeypatch.setenv("FA_SLIDING", "1")
+    with pytest.raises(UsageError, match="environment.FA_SLIDING = not set, now it is"):
+        search(read_study(study_folder), options(5), Silent())
+    monkeypatch.setenv("FA_SLIDING", "yes")
+    with pytest.raises(UsageError, match="FA_SLIDING is 'yes': it must be 1"):
+        search(read_study(study_folder), options(5), Silent())
