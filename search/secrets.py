@@ -6,7 +6,7 @@ import os
 import re
 
 HIDDEN = "***"
-_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_?KEY", re.IGNORECASE)
+_NAMES = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_?KEY", re.IGNORECASE)
 _TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})")
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@/]+@")
 LEAST_LENGTH = 8  # of a value that is told apart from words like "true"

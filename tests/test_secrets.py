@@ -24,6 +24,7 @@ def test_counts_of_tokens_are_no_secrets(monkeypatch):
     assert redact("12345678 tokens") == "12345678 tokens"
     assert is_secret_name("hf_token") and is_secret_name("api_key") and is_secret_name("OPENAI_API_KEY")
     assert not is_secret_name("max_num_batched_tokens") and not is_secret_name("block_size")
+    assert not is_secret_name("tokenizer") and not is_secret_name("skip_tokenizer_init")
 
 
 def test_an_unreadable_url_is_refused_without_its_password():
