@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt, count = body["prompt"], body["max_tokens"]
+        prompt, count = body.get("prompt") or [*map(ord, body["messages"][0]["content"])], body["max_tokens"]
         time.sleep(fake["first_token_s"] + (fake["decode_s"] if count > 1 else 0))
         if drafting and count > 1:
             counts["drafts"] += 5
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             }
         if "prompt_logprobs" in body:
             choice["prompt_logprobs"] = [None, *({str(t): {"logprob": fake["logprob"]}} for t in prompt[1:])]
-        self.answer({"choices": [choice]})
+        self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": count}})
 
 
 if fake.get("listens") is False:

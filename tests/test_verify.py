@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import write_lines
 
 from search import verify
 from search.data import content_hash
@@ -15,6 +16,7 @@ from search.endpoint import Endpoint, EndpointError
 from search.folder import manifest_hash
 from search.modelfiles import file_hash
 from search.spec import LimitSpec
+from tests.evaluator import evaluate
 
 EFFECTIVE = {"sliding_window": 128, "centroid_top_k": 16, "num_speculative_tokens": 4}
 FIRST_TOKEN_S, DECODE_S, TOKENS = 0.02, 0.04, 32  # long enough that a busy machine adds little
@@ -193,3 +195,24 @@ def test_an_answer_with_too_few_tokens_is_no_completion(exported, tmp_path):
         assert len(endpoint.complete([1, 2, 3], 8).token_ids) == 8
         with pytest.raises(EndpointError, match="log-probability|scored"):
             endpoint.score([], [1, 2])  # the first token has none
+
+
+def test_the_challenges_evaluator_can_run_an_exported_folder(exported, study_folder, tmp_path):
+    """What a stranger does with it, from its manifest and the OpenAI protocol alone, in both forms of prompts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    manifest = json.loads((exported / "manifest.json").read_text())
+    write(exported, manifest | {"port": port, "serve": f"python serve.py --port {port}"})
+    chats = tmp_path / "eval_prompts_sharegpt.json"
+    chats.write_text(json.dumps([{"conversations": [{"from": "human", "value": f"question {i}"}]} for i in range(3)]))
+    tokens = tmp_path / "prompts.jsonl"
+    write_lines(tokens, [{"id": i, "prompt_token_ids": [i + 1, 2, 3]} for i in range(3)])
+    for prompts in (chats, tokens):
+        out = tmp_path / prompts.stem
+        summary = evaluate(exported, prompts, study_folder / "records.jsonl", out, TOKENS)
+        assert (summary["completed"], summary["num_prompts"], summary["output_len"]) == (3, 3, TOKENS)
+        assert summary["decode_num_completion_tokens"] == 3 * TOKENS
+        assert summary["ppl"] == pytest.approx(math.e) and summary["ppl_num_tokens"] == 16 * 16
+        assert summary["tps"] == pytest.approx(3 * TOKENS / summary["duration_s"])
+        assert json.loads((out / "summary.json").read_text()) == summary
