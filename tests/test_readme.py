@@ -34,7 +34,7 @@ def test_every_command_of_the_readme_is_run_by_a_test():
 def test_make_search_runs_the_search():
     asked = [*command("make search"), "--dry-run", f"VENV={sys.prefix}", "TRIALS=5", "CONFIRM=0"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{sys.prefix}/bin/python -m search.run --trials 5 --confirm 0"
+    assert f"{sys.prefix}/bin/python -m search.run --trials 5 --confirm 0" in done.stdout.splitlines()
 
 
 def test_the_report_is_written_where_the_readme_says(searched, python, tmp_path):
