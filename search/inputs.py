@@ -16,6 +16,8 @@ from search.knobs import TOP_K, WINDOW
 from search.modelfiles import read_hub_config, text_config
 from search.spec import StudySpec, line_of
 
+SUPPORTED_DRAFTER = "gemma4_assistant"
+
 
 def check_inputs(spec: StudySpec) -> None:
     """Check a study against its model.
@@ -24,6 +26,12 @@ def check_inputs(spec: StudySpec) -> None:
         UsageError: naming the key and line of the study file, or the prompt or record, and what does not fit.
     """
     check_texts(spec, check_models(spec))
+
+
+def context_length(spec: StudySpec, model: Mapping[str, Any]) -> int:
+    """Tokens that prompt and output may hold together; 0 where it cannot be told (vLLM takes words like auto, too)."""
+    asked = spec.engine.args.get("max_model_len", model.get("max_position_embeddings"))
+    return asked if isinstance(asked, int) and asked > 0 else 0
 
 
 def check_models(spec: StudySpec) -> dict[str, Any]:
@@ -59,6 +67,10 @@ def _check_window(spec: StudySpec, model: Mapping[str, Any]) -> None:
 
 
 def _check_drafter(spec: StudySpec, model: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    if drafter.get("model_type") != SUPPORTED_DRAFTER:
+        kind = drafter.get("model_type")
+        what = f"a drafter of type {kind} is not supported yet; Gemma 4's assistants ({SUPPORTED_DRAFTER}) are"
+        raise _error(spec, "engine.drafter", what)
     text = text_config(dict(drafter))
     for what, mine, theirs in (
         ("vocabulary", text.get("vocab_size"), model.get("vocab_size")),
@@ -89,7 +101,7 @@ def check_texts(spec: StudySpec, model: Mapping[str, Any]) -> None:
         UsageError: naming the file, the prompt or record, and what does not fit.
     """
     vocabulary = int(model["vocab_size"])
-    context = int(spec.engine.args.get("max_model_len") or model.get("max_position_embeddings") or 0)
+    context = context_length(spec, model)
     generated = spec.workload.output_tokens
     texts: list[tuple[Path, str, Prompt | Record, tuple[int, ...], int]] = [
         *(

@@ -17,6 +17,7 @@ from search.knobs import KNOWN, Knob
 from search.secrets import is_secret_name
 
 T = TypeVar("T")
+LEAST_TUNE = 3  # prompts; two say nothing of how they differ
 MAX_BYTES = 1 << 20  # of a study file
 MAX_NUMBER = 10**9
 MAX_WORDS = 400  # characters of an error, which may quote the file
@@ -114,13 +115,16 @@ class StudySpec:
     def prompts(self) -> list[Prompt]:
         """The tune prompts, in file order."""
         prompts = [p for p in read_prompts(self.workload.prompts) if p.split == TUNE]
-        if len(prompts) < 2:
-            raise UsageError(f"{self.workload.prompts} holds fewer than two tune prompts.")
+        if len(prompts) < LEAST_TUNE:
+            raise UsageError(f"{self.workload.prompts} holds {len(prompts)} tune prompts: {LEAST_TUNE} are needed.")
         return prompts
 
     def held_out_prompts(self) -> list[Prompt]:
-        """The prompts that the search never sees, in file order; there may be none."""
-        return [p for p in read_prompts(self.workload.prompts) if p.split == HELD_OUT]
+        """The prompts that the search never sees, in file order; there may be none, but not one alone."""
+        prompts = [p for p in read_prompts(self.workload.prompts) if p.split == HELD_OUT]
+        if len(prompts) == 1:
+            raise UsageError(f"{self.workload.prompts} holds one held-out prompt: no claim can rest on one.")
+        return prompts
 
     def held_out_records(self) -> list[Record]:
         """The records that the search never sees, in file order; there may be none."""

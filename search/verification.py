@@ -25,6 +25,7 @@ from search.data import (
 )
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import EngineError
+from search.errors import UsageError
 from search.folder import PROMPTS, RECORDS, manifest_hash, read_manifest
 from search.identity import Plain, compare_tokens
 from search.knobs import DRAFTS
@@ -71,6 +72,8 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     found = Verification()
     conversations = read_conversations(prompts_file) if prompts_file and prompts_file.suffix == ".json" else {}
     prompts = [] if conversations else _held_out(read_prompts(prompts_file or folder / PROMPTS))
+    if len(conversations) + len(prompts) < 2:
+        raise UsageError(f"{prompts_file or folder / PROMPTS} holds one prompt: no speed can be told from one.")
     records = read_records(records_file) if records_file else read_records(folder / RECORDS)
     _check_files(found, folder, manifest)
     if claimed is None:

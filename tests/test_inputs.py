@@ -194,3 +194,23 @@ def test_a_folder_whose_files_lead_out_of_it_is_refused(tmp_path):
     (folder / "evidence" / "prompts.jsonl").symlink_to("/etc/hostname")
     with pytest.raises(UsageError, match="leads out of the folder"):
         read_manifest(folder)
+
+
+def test_another_kind_of_drafter_is_refused(study):
+    edit_config(study / "drafter", model_type="eagle")
+    refused(study, "line 5: engine.drafter: a drafter of type eagle is not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("tune", "held_out", "says"), [(2, 0, "holds 2 tune prompts: 3 are needed"), (3, 1, "one held-out")]
+)
+def test_too_few_prompts_to_tell_anything_from_are_refused(study, tune, held_out, says):
+    splits = ["tune"] * tune + ["held-out"] * held_out
+    rows = [{"id": i, "prompt_token_ids": [1, 2], "split": split} for i, split in enumerate(splits)]
+    write_lines(study / "prompts.jsonl", rows)
+    refused(study, says)
+
+
+def test_a_context_length_in_words_is_vllms_business(study):
+    edit_study(study, "max_model_len: 1024", "max_model_len: 4k")
+    check_inputs(read_study(study))
