@@ -29,7 +29,8 @@ WARM = "Warm-up done"  # what search.serving prints then
 # All that a served folder may know of who started it.
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
-    *("HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "NO_PROXY"),
+    *("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"),
 )
 
 

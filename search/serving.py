@@ -5,11 +5,13 @@ The server also answers GET /effective with the knobs as they act in its worker 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import runpy
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -57,10 +59,14 @@ def serve(folder: Path) -> None:
         os.chdir(folder)
         drafter = derive_drafter(source, Path(f"drafter-{json_hash([hashes['drafter'], values])}"), values)
     arguments = server_arguments(manifest, target, drafter) + sys.argv[1:]
-    port = int(arguments[len(arguments) - arguments[::-1].index("--port")])
-    _check_port(port)
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("--port", type=int)
+    ours.add_argument("--api-key", nargs="+", default=[os.environ.get("VLLM_API_KEY")])
+    known, _ = ours.parse_known_args(arguments)
+    _check_port(known.port)
     vocabulary = int(text_config(read_config(target))["vocab_size"])
-    threading.Thread(target=_warm_up, args=(manifest, port, vocabulary), daemon=True).start()
+    warming = (manifest, known.port, vocabulary, known.api_key[0])
+    threading.Thread(target=_warm_up_or_end, args=warming, daemon=True).start()
     sys.argv = [SERVER, *arguments]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
@@ -141,11 +147,22 @@ def _checked(model: str, expected: str | None) -> Path:
     return folder
 
 
-def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int) -> None:
+def _warm_up_or_end(manifest: Mapping[str, Any], port: int, vocabulary: int, api_key: str | None) -> None:
+    """Warm up; a server that cannot be is ended, as it would answer nobody."""
+    try:
+        _warm_up(manifest, port, vocabulary, api_key)
+    except Exception as error:
+        print(f"error: The warm-up failed: {error}", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _warm_up(manifest: Mapping[str, Any], port: int, vocabulary: int, api_key: str | None) -> None:
     """Send the manifest's warm-up prompts (random tokens) once the server answers; nobody else is answered before."""
     from search.engine.readback import WARM_UP_HEADER, WARM_UP_PASS, warm
 
     own = {WARM_UP_HEADER: WARM_UP_PASS, "Content-Type": "application/json"}
+    if api_key:
+        own["Authorization"] = f"Bearer {api_key}"
     env = manifest["env"]
     address = f"http://{HOST}:{port}"
     deadline = time.monotonic() + READY_WAIT_S

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 import threading
 
@@ -11,7 +12,7 @@ from search.engine import readback
 from search.errors import RefusedError
 from search.folder import manifest_hash
 from search.manifest import build_manifest, environment_keys, write_manifest
-from search.serving import _check_port, derive_drafter, drafter_values, server_arguments
+from search.serving import _check_port, _warm_up_or_end, derive_drafter, drafter_values, server_arguments
 from search.spec import read_study
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine
 
@@ -191,3 +192,14 @@ def test_nobody_but_the_warm_up_is_answered_before_it_is_done(monkeypatch):
     assert status("/v1/completions", own) == 200
     readback.warm.set()
     assert status("/v1/models") == 200
+
+
+def test_a_warm_up_that_fails_ends_the_server(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr("search.serving.os.kill", lambda pid, how: ended.append(how))
+    monkeypatch.setattr("search.serving.READY_WAIT_S", 0)
+    env = {"WARMUP_BRIDGE": "1", "WARMUP_NUM_PROMPTS": "1", "WARMUP_MAX_TOKENS": "1", "WARMUP_SEED": "0"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        _warm_up_or_end({"env": env, "served_model_name": "m"}, probe.getsockname()[1], 100, None)
+    assert ended == [signal.SIGTERM] and "error: The warm-up failed" in capsys.readouterr().out
