@@ -55,10 +55,11 @@ def _default_study() -> tuple[str, str]:
     from search.engine.gpu import first_gpu
 
     gpu = first_gpu()
-    ready = any((f / GPU_STUDY / "prompts.jsonl").is_file() for f in STUDY_FOLDERS)
+    texts = ("prompts.jsonl", "records.jsonl")
+    ready = any(all((f / GPU_STUDY / name).is_file() for name in texts) for f in STUDY_FOLDERS)
     if gpu is not None and ready:
         return GPU_STUDY, f"as no --study was given and there is a GPU, {gpu['name']}"
-    lacks = "there is no NVIDIA GPU" if gpu is None else f"{GPU_STUDY} has no prompts yet"
+    lacks = "no NVIDIA GPU is seen" if gpu is None else f"{GPU_STUDY} has no prompts and records yet"
     return DEFAULT_STUDY, f"the bundled one, as no --study was given and {lacks}"
 
 

@@ -25,9 +25,9 @@ def found(summary: Summary) -> list[str]:
     """How the trials ended, what is wrong with the model if something is, and the fastest that passed the gate."""
     counts, best, reference = summary.counts, summary.best, summary.reference
     lines = [
-        f"{counts['complete'] + counts['pruned']} trials finished in {summary.wall_s:.0f} s: {counts['complete']} "
-        f"passed the gate, {counts['pruned']} were pruned over the ceiling of {summary.ceiling:.4f}; {summary.reused} "
-        f"were known settings, {counts['failed']} more failed."
+        f"{counts['complete'] + counts['pruned']} trials stand finished ({summary.wall_s:.0f} s in this run): "
+        f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
+        f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
     ]
     if summary.warnings:
         first, more = summary.warnings[0], len(summary.warnings) - 1
@@ -65,8 +65,9 @@ def next_steps(summary: Summary, where: str) -> list[str]:
     winner = summary.winner
     if winner is None:
         return ["No finalist was borne out when it was measured again; nothing can be claimed.", review]
+    on = "held-out prompts" if winner.figures.get("held_out_tps") else "the search's own prompts, as none are held out"
     return [
-        f"Winner: trial {winner.trial} ({words(winner.setting)}), served: {winner.mean:.1f} tok/s on held-out prompts "
+        f"Winner: trial {winner.trial} ({words(winner.setting)}), served: {winner.mean:.1f} tok/s on {on} "
         f"[{winner.low:.1f}, {winner.high:.1f}]. It may claim {winner.claimed:.1f}: a re-run is at most 5 % below that "
         f"with a chance of {winner.p_pass:.1%}.",
         f"Next: {export}",

@@ -12,4 +12,5 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         file.write(text)
+    os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
     os.replace(file.name, path)

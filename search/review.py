@@ -32,7 +32,7 @@ class ReviewStorage(RDBStorage):
     def __init__(self, url: str) -> None:
         self._ours = open_engine(url, must_exist=True)
         super().__init__(full_url(url), engine_kwargs=engine_options(url))
-        self._cache: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._cache: dict[str, tuple[tuple[float | None, ...], dict[str, Any]]] = {}
         self.attachments = Attachments()
 
     def get_all_trials(
@@ -59,7 +59,7 @@ class ReviewStorage(RDBStorage):
     def _additions(self, study_id: int, name: str) -> dict[str, Any]:
         store = Store(self._ours, name)
         rows: tuple[Sized, ...] = (store.outcomes(), store.confirmations(), store.environments(), store.exports())
-        state = tuple(map(len, rows))
+        state = (*map(len, rows), *(c.claimed for c in store.confirmations()))
         if name not in self._cache or self._cache[name][0] != state:
             self._cache[name] = (state, self._made(study_id, store))
         return self._cache[name][1]
@@ -94,7 +94,7 @@ def study_note(study: Frames) -> str:
         f"Ceiling: perplexity **{study.ceiling:.4f}**. Reference: {reference.tps:.1f} tok/s at {reference.ppl:.4f}.",
         best or "No setting has passed the gate.",
         "" if top.p_pass is None else f"A re-run is at most 5 % below that with a chance of {top.p_pass:.1%}.",
-        "" if study.simulated else "Export it: `python -m search.export --out manifest`.",
+        "Export it: `python -m search.export` with this study and database." if top.p_pass is not None else "",
         "Trials over the ceiling are *pruned* and were not timed.",
     ]
     return "\n\n".join(line for line in lines if line)

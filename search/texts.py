@@ -16,7 +16,7 @@ from search.engine.process import Worker, WorkerError
 from search.engine.protocol import EngineError, Load, Loaded, Sample, Sampled
 from search.errors import SearchError, UsageError
 from search.files import write_whole
-from search.modelfiles import model_folder, read_hub_config, text_config
+from search.modelfiles import read_hub_config, text_config
 
 # The Fast Gemma Challenge's recipe for its records.
 TEMPERATURE, TOP_K, TOP_P = 1.0, 64, 0.95
@@ -141,8 +141,8 @@ def _contexts(path: Path, model: str) -> dict[str, list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_folder(model)))
-    except (EngineError, OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
         raise UsageError(f"The tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]:.300}") from error
     texts = read_conversations(path)
     if tokenizer.chat_template is None:

@@ -271,7 +271,7 @@ class Laboratory:
                 build_hash=loaded.build_hash,
                 native=loaded.native,
                 facts=loaded.environment,
-                log=str(log)[-500:],
+                log=str(log.resolve())[-500:],
                 start_s=loaded.start_s,
             )
         )

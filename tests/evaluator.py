@@ -9,6 +9,7 @@ fields beside decode_outputs.jsonl and ppl_results.jsonl.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -101,7 +102,8 @@ def evaluate(folder, prompts_file, records_file, out, output_len):
             outputs = stage.decode(prompts)
             scores = list(stage.score(lines(records_file)))
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(timeout=60)
     (out / "decode_outputs.jsonl").write_text("".join(json.dumps({"token_ids": o}) + "\n" for o in outputs))
     (out / "ppl_results.jsonl").write_text("".join(json.dumps({"nll": n, "tokens": t}) + "\n" for n, t in scores))

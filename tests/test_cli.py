@@ -25,15 +25,16 @@ def studies(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "texts", "taken", "why"),
     [
-        (None, True, "miniature", "there is no NVIDIA GPU"),
-        (GPU, False, "miniature", "gemma-4-e4b-a10g has no prompts yet"),
+        (None, True, "miniature", "no NVIDIA GPU is seen"),
+        (GPU, False, "miniature", "gemma-4-e4b-a10g has no prompts and records yet"),
         (GPU, True, "gemma-4-e4b-a10g", "there is a GPU, NVIDIA A10G"),
     ],
 )
 def test_without_a_name_the_gpus_study_is_taken_where_it_can_run(studies, monkeypatch, gpu, texts, taken, why):
     monkeypatch.setattr("search.engine.gpu.first_gpu", lambda: gpu)
     if texts:
-        (studies / "gemma-4-e4b-a10g" / "prompts.jsonl").touch()
+        for name in ("prompts.jsonl", "records.jsonl"):
+            (studies / "gemma-4-e4b-a10g" / name).touch()
     path, said = cli.find_study(None)
     assert path.parent.name == taken and why in said
 

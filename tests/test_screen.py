@@ -140,7 +140,7 @@ def in_a_terminal(python, tmp_path, study_folder, **environment):
 def test_a_terminal_gets_one_screen_without_colours_if_asked(python, tmp_path, study_folder, no_color, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     text = in_a_terminal(python, tmp_path, study_folder, **({"NO_COLOR": "1"} if no_color else {}))
-    assert "30 trials finished" in text and "Traceback" not in text
+    assert "30 trials stand finished" in text and "Traceback" not in text
     assert "[30/30]" not in text  # a screen, not lines
     colours = re.findall(r"\x1b\[[0-9;]*3[0-7]m|\x1b\[38;", text)
     assert bool(colours) != no_color
@@ -149,7 +149,7 @@ def test_a_terminal_gets_one_screen_without_colours_if_asked(python, tmp_path, s
 
 def test_a_terminal_that_knows_no_unicode_gets_letters_it_has(python, tmp_path, study_folder):
     text = in_a_terminal(python, tmp_path, study_folder, PYTHONIOENCODING="ascii")
-    assert "30 trials finished" in text and "Traceback" not in text and text.isascii()
+    assert "30 trials stand finished" in text and "Traceback" not in text and text.isascii()
 
 
 def test_the_end_says_in_four_lines_what_was_found_and_what_to_type():

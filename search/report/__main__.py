@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from search.cli import (
     DEFAULT_STORAGE,
@@ -22,6 +22,9 @@ from search.cli import (
     set_up_errors,
     study_arguments,
 )
+
+if TYPE_CHECKING:
+    from search.store import Store
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = open_engine(url, must_exist=True)
         name = _study(args.study, study_names(engine))
         store = Store(engine, name)
-        page = render(frames(store), _commands(study_arguments(args.study, url), store.options()))
+        page = render(frames(store), _commands(study_arguments(args.study, url), _options(store)))
         write_whole(args.out, page)
         print(f"Wrote {args.out}: study {name}, {len(page) / 1e6:.1f} MB.")
     return 0
@@ -64,8 +67,19 @@ def _study(asked: str | None, stored: list[str]) -> str:
     return next((name for name in names if name in stored), names[0])
 
 
+def _options(store: Store) -> dict[str, Any]:
+    """What the search was run with, to the number of trials that stand finished."""
+    ceiling = store.definition().get("gate.ceiling") or {}
+    absolute = {"ppl-ceiling": ceiling["ppl"]} if ceiling.get("ppl") is not None else {}
+    return {**store.options(), "trials": store.finished(), **absolute}
+
+
 def _commands(where: str, options: Mapping[str, Any]) -> list[str]:
-    how = "".join(f" --{name} {options[name]}" for name in ("trials", "sampler", "seed", "engine") if name in options)
+    how = "".join(
+        f" --{name} {options[name]}"
+        for name in ("trials", "sampler", "seed", "engine", "ppl-ceiling")
+        if name in options
+    )
     return [
         f"python -m search.run{where}{how}",
         f"python -m search.export{where} --out manifest",

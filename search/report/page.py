@@ -45,6 +45,7 @@ def render(study: Frames, commands: list[str]) -> str:
         study=study,
         headline=headline(study),
         counts=study.trials.state.value_counts().to_dict() if len(study.trials) else {},
+        known=int(study.trials.reused_from.notna().sum()) if len(study.trials) else 0,
         knobs={name: NAMES[name] for name in KNOWN if name in study.trials},
         front=_rows(study.trials[study.trials.on_front].sort_values("ppl")) if len(study.trials) else [],
         finalists=_rows(study.confirmations),
@@ -81,7 +82,9 @@ def headline(study: Frames) -> Headline:
             winner.ppl,
             winner.p_pass,
             f"trial {winner.trial} ({knobs})",
-            "confirmed: served over HTTP, on prompts that the search never saw",
+            "confirmed: served over HTTP, on prompts that the search never saw"
+            if pd.notna(winner.held_out_tps)
+            else "confirmed: served over HTTP, on the search's own prompts, as none are held out",
         )
     front = study.trials[study.trials.on_front] if len(study.trials) else study.trials
     if not len(front):

@@ -287,6 +287,11 @@ class Store:
         with self._session() as session:
             return dict(session.get_one(Definition, self.study).options)
 
+    def definition(self) -> dict[str, Any]:
+        """What the study is (see `define`)."""
+        with self._session() as session:
+            return dict(session.get_one(Definition, self.study).definition)
+
     def best(self) -> Outcome | None:
         """The fastest trial that passed the gate."""
         front = self.front()
