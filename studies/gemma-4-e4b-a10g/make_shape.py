@@ -61,7 +61,10 @@ def main() -> None:
     for name, rows in (("prompts.jsonl", prompts), ("records.jsonl", records)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "study.yaml").write_text(STUDY)
-    print(f"Wrote {folder}: {PROMPTS} prompts, {RECORDS} records, configs of both models.")
+    print(
+        f"Wrote {folder}: {PROMPTS} prompts, {RECORDS} records, configs of both models. In this repository's folder:\n"
+        f"python -m search.run --study {folder} --engine tests.random_weights:RandomWeights --trials 40"
+    )
 
 
 if __name__ == "__main__":
