@@ -55,3 +55,18 @@ def test_identical_outputs_make_the_comparison_sharper(manifests):
     for a, b in pairs(manifests):
         if not same_path(a, b):
             assert compare(a, b, same_output=True).error < compare(a, b).error
+
+
+def test_ten_drafts_a_step_are_found_slower_than_seven_on_the_prompts_that_decoded_alike():
+    """The sharpest comparison of two K that the public runs allow: they hold none of K = 8 beside one of K = 7."""
+    runs = defaultdict(list)
+    with gzip.open(DATA.with_name("a10g_drafts.csv.gz"), "rt") as file:
+        for row in csv.DictReader(file):
+            timing = PromptTiming(row["prompt"], int(row["output_tokens"]), float(row["latency_s"]), row["output_hash"])
+            runs[row["num_speculative_tokens"]].append(timing)
+    alike = sum(a.output_hash == b.output_hash for a, b in zip(runs["10"], runs["7"], strict=True))
+    found = compare(runs["10"], runs["7"], math.sqrt(2) * RUN_SD, same_output=True)
+    low, high = found.interval()
+    print(f"K = 10 ÷ K = 7: {math.exp(found.log_ratio):.4f} ({low:.4f} to {high:.4f}), {alike} prompts")
+    assert alike == 96
+    assert 0.95 < low < high < 0.98
