@@ -56,9 +56,13 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost]:
         trials: how many should stand finished in the end.
     """
     device = gpu.first_gpu()
-    checks = [_engine(device), _device(device), _checked("model and drafter", lambda: _model_words(spec))]
-    if checks[-1].verdict == GOOD:
+    checks = [_engine(device), _device(device)]
+    try:
         model = check_models(spec)
+    except SearchError as error:
+        checks.append(Check("model and drafter", BAD, str(error)))
+    else:
+        checks.append(Check("model and drafter", GOOD, _model_words(spec, model)))
         checks.append(_checked("prompts and records", lambda: _text_words(spec, model)))
         checks.append(_memory(spec, model, device))
     checks.append(_storage(url))
@@ -111,8 +115,7 @@ def _device(device: Mapping[str, Any] | None) -> Check:
     return Check("device", GOOD, says)
 
 
-def _model_words(spec: StudySpec) -> str:
-    model = check_models(spec)
+def _model_words(spec: StudySpec, model: Mapping[str, Any]) -> str:
     drafter = f", drafter {spec.engine.drafter}" if spec.engine.drafter else ", no drafter"
     return f"{spec.engine.model_name}: {model.get('num_hidden_layers')} layers{drafter}"
 

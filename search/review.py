@@ -58,8 +58,9 @@ class ReviewStorage(RDBStorage):
 
     def _additions(self, study_id: int, name: str) -> dict[str, Any]:
         store = Store(self._ours, name)
-        rows: tuple[Sized, ...] = (store.outcomes(), store.confirmations(), store.environments(), store.exports())
-        state = (*map(len, rows), *(c.claimed for c in store.confirmations()))
+        confirmations = store.confirmations()
+        rows: tuple[Sized, ...] = (store.outcomes(), confirmations, store.environments(), store.exports())
+        state = (*map(len, rows), *(c.claimed for c in confirmations))
         if name not in self._cache or self._cache[name][0] != state:
             self._cache[name] = (state, self._made(study_id, store))
         return self._cache[name][1]

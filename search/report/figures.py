@@ -210,7 +210,7 @@ def best_so_far(study: Frames) -> Figure | None:
 
 def drift(study: Frames) -> Figure | None:
     """How fast the reference setting was when it was timed again."""
-    again = study.stages[study.stages.status == "drift"] if not study.stages.empty else study.stages
+    again = study.stages[study.stages.status == "drift"]
     if again.empty:
         return None
     speed, low, high = 1 / again.drift.astype(float), 1 / again.high.astype(float), 1 / again.low.astype(float)
@@ -226,10 +226,9 @@ def drift(study: Frames) -> Figure | None:
 
 def held_out(study: Frames) -> Figure | None:
     """Finalists served: tune against held-out prompts, and what is claimed."""
-    found = study.confirmations
-    if found.empty or found["mean"].isna().all():
+    found = study.confirmations.dropna(subset=["mean"])
+    if found.empty:
         return None
-    found = found.dropna(subset=["mean"])
     labels = [f"trial {trial}" for trial in found.trial]
     errors = {"array": found.high - found["mean"], "arrayminus": found["mean"] - found.low, "thickness": 1}
     plot = go.Figure(

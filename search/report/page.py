@@ -72,7 +72,7 @@ def headline(study: Frames) -> Headline:
     """What is claimed of the winner or, where nothing is confirmed, what the search saw of the fastest."""
     reference = study.reference
     found = study.confirmations
-    winners = found[found.eligible.astype(bool)] if len(found) else found
+    winners = found[found.eligible.astype(bool)]
     if len(winners):
         winner = winners.iloc[0]
         knobs = words({name: winner[name] for name in KNOWN if name in winner})
