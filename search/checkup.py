@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from search.cost import StageCost, stage_costs
 from search.engine import gpu
 from search.errors import SearchError
 from search.inputs import check_models, check_texts, context_length
@@ -47,8 +48,8 @@ class Cost:
     basis: str
 
 
-def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost]:
-    """Look at everything; no engine is started.
+def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost, list[StageCost]]:
+    """Look at everything, and at what the study's trials have taken so far; no engine is started.
 
     Args:
         spec: the study.
@@ -66,7 +67,8 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost]:
         checks.append(_checked("prompts and records", lambda: _text_words(spec, model)))
         checks.append(_memory(spec, model, device))
     checks.append(_storage(url))
-    return checks, _cost(spec, url, trials)
+    store = _measured(spec, url)
+    return checks, _cost(spec, store, trials), stage_costs(store) if store else []
 
 
 def _checked(what: str, look: Callable[[], str]) -> Check:
@@ -187,20 +189,24 @@ def _storage(url: str) -> Check:
     return Check("storage", GOOD if free > GIB else DOUBTFUL, says)
 
 
-def _cost(spec: StudySpec, url: str, trials: int) -> Cost:
-    """From the study's own trials where there are some, otherwise from the GPU's memory bandwidth."""
+def _measured(spec: StudySpec, url: str) -> Store | None:
+    """The study in the database, where there is one."""
     file = sqlite_file(url)
-    if file is None or file.is_file():
-        try:
-            engine = open_engine(url)
-            name = study_name(spec, "vllm")
-            store = Store(engine, name)
-            walls = [o.wall_s for o in store.outcomes() if o.state in ("COMPLETE", "PRUNED")][-RECENT:]
-            if name in study_names(engine) and walls:
-                trial_s, left = statistics.fmean(walls), max(0, trials - store.finished())
-                return Cost(trial_s, trial_s * left, f"the last {len(walls)} trials of this study; {left} are left")
-        except SearchError:  # said by the check of the storage
-            pass
+    if file is not None and not file.is_file():
+        return None
+    try:
+        engine, name = open_engine(url), study_name(spec, "vllm")
+        return Store(engine, name) if name in study_names(engine) else None
+    except SearchError:  # said by the check of the storage
+        return None
+
+
+def _cost(spec: StudySpec, store: Store | None, trials: int) -> Cost:
+    """From the study's own trials where there are some, otherwise from the GPU's memory bandwidth."""
+    walls = [o.wall_s for o in store.outcomes() if o.state in ("COMPLETE", "PRUNED")][-RECENT:] if store else []
+    if store and walls:
+        trial_s, left = statistics.fmean(walls), max(0, trials - store.finished())
+        return Cost(trial_s, trial_s * left, f"the last {len(walls)} trials of this study; {left} are left")
     bandwidth, weights = gpu.peak_bandwidth(), weight_bytes(spec.engine.model)
     if bandwidth is None or weights is None:
         return Cost(None, None, "not known before the first trials have been timed")

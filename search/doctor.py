@@ -34,11 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     with set_up_errors(args.debug):
         from search.checkup import BAD, examine
+        from search.cost import table
         from search.spec import read_study
 
         path, why = find_study(args.study)
         spec = read_study(path)
-        checks, cost = examine(spec, args.storage or DEFAULT_STORAGE, args.trials)
+        checks, cost, stages = examine(spec, args.storage or DEFAULT_STORAGE, args.trials)
         stream = sys.stderr if args.json else sys.stdout
         print(f"Study {spec.name} ({why}): {path}", file=stream)
         for check in checks:
@@ -50,8 +51,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"A trial takes {cost.trial_s:.1f} s, the search {_duration(cost.search_s)} ({cost.basis}).",
                 file=stream,
             )
+        for line in table(stages):
+            print(f"  {line}", file=stream)
         if args.json:
-            print(json.dumps({"study": spec.name, "checks": [asdict(c) for c in checks], "cost": asdict(cost)}))
+            found = {"checks": [asdict(c) for c in checks], "cost": asdict(cost), "stages": [asdict(s) for s in stages]}
+            print(json.dumps({"study": spec.name, **found}))
         return int(any(check.verdict == BAD for check in checks))
 
 

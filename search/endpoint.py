@@ -108,12 +108,20 @@ class Endpoint:
 
     def draft_counts(self) -> tuple[int, int]:
         """Verify steps with drafts, and tokens drafted in them, since the server started."""
-        names = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total")
+        drafts, tokens = self._counters("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total")
+        return drafts, tokens
 
-        def count(text: str) -> tuple[int, int]:
+    def cached_tokens(self) -> int:
+        """Tokens of prompts that were found in the prefix cache since the server started."""
+        (cached,) = self._counters("vllm:prefix_cache_hits_total")
+        return cached
+
+    def _counters(self, *names: str) -> list[int]:
+        """The server's counters of these names; one that it does not have is 0."""
+
+        def count(text: str) -> list[int]:
             lines = text.splitlines()
-            drafts, tokens = (sum(int(float(x.rsplit(" ", 1)[1])) for x in lines if x.startswith(n)) for n in names)
-            return drafts, tokens
+            return [sum(int(float(x.rsplit(" ", 1)[1])) for x in lines if x.startswith(n)) for n in names]
 
         return self._ask("/metrics", None, lambda answer: count(answer.text))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from search.data import Prompt, Record
-from search.endpoint import Endpoint
+from search.endpoint import Endpoint, EndpointError
 from search.gate import RecordScore
 from search.pace import elasticity
 
@@ -80,7 +80,7 @@ def time_prompts(
         once: make a single pass.
 
     Raises:
-        EndpointError: an answer was not what was asked for.
+        EndpointError: an answer was not what was asked for, or a prompt came from the prefix cache.
     """
     served, probe = Served(), probe or prompts[0]
     for prompt in prompts[:WARMUPS]:
@@ -99,6 +99,10 @@ def time_prompts(
         served.passes.append(seconds)
         served.machine_s.append(statistics.geometric_mean(probes))
     served.drafts, served.draft_tokens = (b - a for a, b in zip(counted, endpoint.draft_counts(), strict=True))
+    if cached := endpoint.cached_tokens():
+        raise EndpointError(
+            f"{cached} tokens of the timed prompts came from the server's prefix cache: it did less than it was asked."
+        )
     return served
 
 

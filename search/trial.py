@@ -62,6 +62,7 @@ class Laboratory:
         self._observer = observer
         self._probe = spec.prompts()[0]
         self._ceiling = float("nan")
+        self._apply_s = 0.0  # of the last change
         self._gated: int | None = None  # the trial whose gate was stored last
 
     def __enter__(self) -> Laboratory:
@@ -152,12 +153,16 @@ class Laboratory:
     def _apply(self, trial: int, setting: Setting) -> Setting:
         with self._session.within("apply"):
             self._observer.stage(trial, setting, "apply", 0, 1)
-            return apply(self._session, setting, self._probe)
+            started = time.perf_counter()
+            effective = apply(self._session, setting, self._probe)
+            self._apply_s = time.perf_counter() - started
+        return effective
 
     def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float) -> Outcome:
         effective = self._apply(trial, setting)
         with self._session.within("gate"):
             verdict, row = self._perplexity.measure(trial, setting, effective)
+        row.figures["apply_s"] = self._apply_s
         if self._gated != trial:  # a trial that is measured again has its row
             self._store.add_all([row])
             self._gated = trial

@@ -31,7 +31,8 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"id": manifest["served_model_name"]}]},
             "/effective": fake["effective"],
             "/metrics": f"vllm:spec_decode_num_drafts_total{{}} {drafts}\n"
-            f"vllm:spec_decode_num_draft_tokens_total{{}} {drafts * fake['drafts']}\n",
+            f"vllm:spec_decode_num_draft_tokens_total{{}} {drafts * fake['drafts']}\n"
+            f"vllm:prefix_cache_hits_total{{}} {fake.get('cached', 0)}\n",
         }
         self.answer(answers[self.path])
 

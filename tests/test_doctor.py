@@ -133,6 +133,15 @@ def test_the_cost_is_told_from_the_studys_own_trials(study, examined, tmp_path):
     assert (cost["trial_s"], cost["search_s"]) == (3.0, 48.0) and "16 are left" in cost["basis"]
 
 
+def test_what_trials_have_cost_is_a_table(study, tmp_path, capsys):
+    url = f"sqlite:///{tmp_path}/study.db"
+    store = Store(open_engine(url), "miniature")
+    store.define({}, {})
+    store.finish(outcome(0, tps=100.0, wall_s=3.0, study="miniature"))
+    doctor.main(["--study", str(study), "--storage", url])
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["trial", "under", "the", "ceiling", "1", "3.00", "3.0"]
+
+
 def test_before_anything_is_measured_a_gpu_s_bandwidth_bounds_it(examined, monkeypatch):
     monkeypatch.setattr(checkup.gpu, "peak_bandwidth", lambda: 600e9)
     monkeypatch.setattr(checkup, "weight_bytes", lambda name: int(9e9))

@@ -104,6 +104,7 @@ def test_what_is_as_it_claims_holds(exported, capsys):
         ({"logprob": -1.03}, "nats a token off what it said of them"),
         ({"wrong_token": True}, "no near tie explains it"),
         ({"first_token_s": 3 * FIRST_TOKEN_S}, "it cannot be checked here"),
+        ({"cached": 64}, "64 tokens of the timed prompts came from the server's prefix cache"),
         ({"dies": "The drafter is not the one that was measured."}, "ended before it was ready: The drafter is not"),
     ],
 )

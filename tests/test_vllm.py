@@ -6,7 +6,6 @@ The table that the live-equals-cold proof prints is seen with: python -m pytest 
 import json
 import math
 import signal
-import statistics
 import subprocess
 import time
 
@@ -17,17 +16,15 @@ from conftest import MINIATURE, write_lines
 from search import records
 from search.data import read_records
 from search.engine.process import Worker, WorkerError
-from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
-from search.modelfiles import read_config
-from search.serving import derive_drafter
+from search.engine.protocol import Load, Loaded
+from search.knobs import DRAFTS, TOP_K, WINDOW
 from search.spec import read_study
 from search.store import Store, open_engine, study_names
 from tests.faults.study import small_miniature
+from tests.live_and_cold import LOAD_S, apply, cold_request, decode, live_request, require_equal, score
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
-WINDOW, TOP_K, DRAFTS = "sliding_window", "centroid_top_k", "num_speculative_tokens"
-LOAD_S, ANSWER_S = 600.0, 120.0
 # K at none, small, middle and largest; each with another window and another top-k.
 SETTINGS = [
     {WINDOW: 512, TOP_K: 32, DRAFTS: 0},
@@ -44,67 +41,16 @@ def spec():
 
 @pytest.fixture(scope="module")
 def live(spec, tmp_path_factory):
-    """One engine built with the largest values of all knobs."""
     with Worker("vllm", tmp_path_factory.mktemp("live") / "worker.log") as worker:
-        limits = {knob.name: knob.largest for knob in spec.knobs}
-        request = Load(model=spec.engine.model, drafter=spec.engine.drafter, args=spec.engine.args, limits=limits)
-        worker.ask(request, Loaded, LOAD_S)
+        worker.ask(live_request(spec), Loaded, LOAD_S)
         yield worker
-
-
-def cold_request(spec, setting, folder):
-    """An engine that stock vLLM builds for one setting, from model folders whose configs say it."""
-    target = derive_drafter(folder_of(spec.engine.model), folder / "target", {WINDOW: setting[WINDOW]})
-    values = {WINDOW: setting[WINDOW], TOP_K: setting[TOP_K]}
-    drafter = derive_drafter(folder_of(spec.engine.drafter), folder / "drafter", values)
-    assert read_config(target)["sliding_window"] == setting[WINDOW]
-    return Load(model=str(target), drafter=str(drafter), args=spec.engine.args, limits={DRAFTS: setting[DRAFTS]})
-
-
-def folder_of(name):
-    return MINIATURE / name.rsplit("/", 1)[-1]
-
-
-def apply(worker, setting, prompt):
-    return worker.ask(Apply(setting=setting, probe=list(prompt.token_ids), probe_tokens=24), Applied, ANSWER_S)
-
-
-def score(worker, record):
-    request = Score(record=record.id, context=list(record.context), target=list(record.target))
-    return worker.ask(request, Scored, ANSWER_S).nll
-
-
-def decode(worker, prompt, tokens=48):
-    return worker.ask(Decode(prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=tokens), Decoded, ANSWER_S)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"w{s[WINDOW]}-c{s[TOP_K]}-k{s[DRAFTS]}")
 def test_a_live_engine_equals_one_built_cold_for_the_setting(live, spec, setting, tmp_path):
-    prompts, records = spec.prompts()[:12], spec.records()[:6]
     with Worker("vllm", tmp_path / "cold.log") as cold:
         cold.ask(cold_request(spec, setting, tmp_path), Loaded, LOAD_S)
-        found = apply(cold, {}, prompts[0]).effective
-        drafting = setting[DRAFTS] > 0
-        assert found == (setting if drafting else {k: v for k, v in setting.items() if k != TOP_K})
-        assert apply(live, setting, prompts[0]).effective == setting
-        for record in records:
-            assert score(live, record) / len(record.target) == pytest.approx(
-                score(cold, record) / len(record.target), abs=1e-6
-            )
-        ratios = []
-        for prompt in prompts:  # in turns, so that a drifting machine slows both alike
-            a, b = decode(live, prompt), decode(cold, prompt)
-            assert a.output_hash == b.output_hash
-            assert (a.drafts, a.draft_tokens, sum(a.accepted_per_pos)) == (
-                b.drafts,
-                b.draft_tokens,
-                sum(b.accepted_per_pos),
-            )
-            ratios.append(b.latency_s / a.latency_s)
-        ratio = statistics.geometric_mean(ratios)
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        print(f"\n{setting}: live ÷ cold TPS {ratio:.3f} ± {2 * error:.3f} over {len(ratios)} prompts")
-        assert abs(ratio - 1) < 0.04 + 3 * error
+        require_equal(live, cold, setting, spec.prompts()[:12], spec.records()[:6])
 
 
 def test_going_back_to_a_setting_gives_its_first_values_bit_for_bit(live, spec):
@@ -139,6 +85,16 @@ def test_the_order_of_records_does_not_matter(live, spec):
     forward = [score(live, record) for record in records]
     backward = [score(live, record) for record in reversed(records)][::-1]
     assert forward == backward
+
+
+def test_a_prompt_that_comes_from_the_prefix_cache_is_not_timed(live, spec, tmp_path):
+    prompt = spec.prompts()[0]
+    assert decode(live, prompt).output_hash == decode(live, prompt).output_hash  # the second time, too
+    with Worker("tests.real_engines:Caching", tmp_path / "worker.log") as worker:
+        worker.ask(live_request(spec, enforce_eager=True), Loaded, LOAD_S)
+        decode(worker, prompt)
+        with pytest.raises(WorkerError, match="of its tokens came from the prefix cache"):
+            decode(worker, prompt)
 
 
 def test_a_wrong_engine_argument_is_one_sentence(spec, tmp_path):

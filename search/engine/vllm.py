@@ -90,7 +90,7 @@ class VllmEngine:
             build_hash=json_hash(
                 [vllm_version, str(torch.__version__), _processor(), sorted(plugin.report()), request.args]
             ),
-            environment=_environment(),
+            environment=_environment() | _compiled(self._llm.llm_engine.vllm_config.compilation_config),
             start_s=time.perf_counter() - started,
             step_bytes=_step_bytes(self._live.model),
             bandwidth=gpu.peak_bandwidth() if torch.cuda.is_available() else None,
@@ -140,18 +140,22 @@ class VllmEngine:
         params = SamplingParams(
             max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2 if request.show_tokens else None
         )
-        before = self._draft_counters()
+        before = self._counters()
         started = time.perf_counter()
         output = self._generate(request.prompt, params)
         latency_s = time.perf_counter() - started
-        after = self._draft_counters()
+        after = self._counters()
         token_ids = list(output.outputs[0].token_ids)
         if len(token_ids) != request.max_tokens:
             raise EngineError(
                 "impossible-figure",
                 f"Prompt {request.prompt_id}: {len(token_ids)} tokens came back, {request.max_tokens} were asked.",
             )
-        drafts, draft_tokens, *accepted = (b - a for a, b in zip(before, after, strict=True))
+        cached, drafts, draft_tokens, *accepted = (b - a for a, b in zip(before, after, strict=True))
+        if cached:
+            raise EngineError(
+                "impossible-figure", f"Prompt {request.prompt_id}: {cached} of its tokens came from the prefix cache."
+            )
         return Decoded(
             prompt_id=request.prompt_id,
             tokens=len(token_ids),
@@ -181,13 +185,15 @@ class VllmEngine:
     def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
         return self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
 
-    def _draft_counters(self) -> list[int]:
-        """Drafts, draft tokens, and accepted tokens at each position, since the engine started."""
+    def _counters(self) -> list[int]:
+        """Tokens found in the prefix cache, drafts, draft tokens, and accepted tokens at each position, so far."""
         found = {metric.name: metric for metric in self._llm.get_metrics()}
+        cached = int(found["vllm:prefix_cache_hits"].value)
         drafts = found.get("vllm:spec_decode_num_drafts")
         if drafts is None:
-            return [0, 0]
+            return [cached, 0, 0]
         return [
+            cached,
             int(drafts.value),
             int(found["vllm:spec_decode_num_draft_tokens"].value),
             *map(int, found["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
@@ -266,6 +272,11 @@ def _cpu_models(cpuinfo: Path) -> Iterable[str]:
     for line in cpuinfo.read_text().splitlines():
         if line.startswith("model name"):
             yield line.partition(":")[2].strip()
+
+
+def _compiled(config: Any) -> dict[str, Any]:
+    """Which compiled code runs, by the name of its cache, and the seconds that compiling took (few: it was cached)."""
+    return {"compile_cache": Path(config.cache_dir).name or None, "compile_s": float(config.compilation_time)}
 
 
 def _environment() -> dict[str, Any]:

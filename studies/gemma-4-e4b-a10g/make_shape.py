@@ -1,7 +1,7 @@
 """Write a study of gemma-4-E4B-it's shape without its weights, to dry-run a search on a GPU.
 
     python studies/gemma-4-e4b-a10g/make_shape.py /tmp/shape
-    python -m search.run --study /tmp/shape --engine tests.random_weights:RandomWeights --trials 40
+    python -m search.run --study /tmp/shape --engine tests.real_engines:RandomWeights --trials 40
 
 Sizes are those of the public configuration; the weights are drawn at random where vLLM loads them, and steered so that
 both models always give one token (see `kernels.random_checkpoint`): every draft is accepted, and the records, which
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kernels.random_checkpoint import LOAD_FORMAT, TARGET, TOKEN, write_configs
 
-PROMPTS, PROMPT_TOKENS = 32, 272  # the contest's prompts hold 272 tokens on average
+PROMPTS, PROMPT_TOKENS = 16, 272  # the contest's prompts hold 272 tokens on average
 RECORDS, CONTEXT, SCORED = 32, 512, 480  # its records, 483
 STUDY = f"""\
 name: gemma-4-e4b-shape
@@ -63,7 +63,7 @@ def main() -> None:
     (folder / "study.yaml").write_text(STUDY)
     print(
         f"Wrote {folder}: {PROMPTS} prompts, {RECORDS} records, configs of both models. In this repository's folder:\n"
-        f"python -m search.run --study {folder} --engine tests.random_weights:RandomWeights --trials 40"
+        f"python -m search.run --study {folder} --engine tests.real_engines:RandomWeights --trials 40"
     )
 
 
