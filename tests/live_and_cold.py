@@ -22,6 +22,7 @@ def live_request(spec, **args):
 
 def cold_request(spec, setting, folder, **args):
     """An engine that stock vLLM builds for one setting, from model folders whose configs say it."""
+    folder.mkdir(parents=True, exist_ok=True)
     target = derive_drafter(Path(spec.engine.model), folder / "target", {WINDOW: setting[WINDOW]})
     values = {WINDOW: setting[WINDOW], TOP_K: setting[TOP_K]}
     drafter = derive_drafter(Path(spec.engine.drafter), folder / "drafter", values)

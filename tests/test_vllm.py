@@ -20,6 +20,7 @@ from search.engine.protocol import Load, Loaded
 from search.knobs import DRAFTS, TOP_K, WINDOW
 from search.spec import read_study
 from search.store import Store, open_engine, study_names
+from tests.evaluator import evaluate
 from tests.faults.study import small_miniature
 from tests.live_and_cold import LOAD_S, apply, cold_request, decode, live_request, require_equal, score
 
@@ -151,6 +152,11 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
     assert manifest["confirmed"] is True
     assert manifest["evidence"]["tps"]["claimed"] == confirmed["claimed"]
     assert manifest["env"]["SLIDING_WINDOW"] == str(confirmed["knobs"][WINDOW])
+
+    texts = {name: small_study / f"{name}.jsonl" for name in ("prompts", "records")}
+    judged = evaluate(tmp_path / "manifest", texts["prompts"], texts["records"], tmp_path / "evaluated", 64)
+    assert judged["completed"] == judged["num_prompts"] == judged["decode_num_records"]
+    assert judged["ppl"] < summary["ceiling"] and judged["tps"] > 0
 
     # Everything but the speed must hold to the letter. The speed holds as often as `p_pass` says, which is not always.
     verify = subprocess.run(typed("verify", "--json"), cwd=tmp_path, capture_output=True, text=True, timeout=900)
