@@ -14,18 +14,30 @@ SHORT = {WINDOW: "window", TOP_K: "top-k", DRAFTS: "K", **{key: key for key in L
 
 @dataclass(frozen=True)
 class KnobKind:
-    """What is known of a knob before any study: whether it can change perplexity, its least and largest value."""
+    """What is known of a knob before any study: whether it can change perplexity, its least and largest value.
+
+    `more_is_better`: a larger value does not raise perplexity. `by_ratio`: it acts by ratios, 8 to 16 as 64 to 128.
+    """
 
     affects_quality: bool
     minimum: int
     meaning: str
     maximum: int | None = None
     needs_drafter: bool = True
+    more_is_better: bool = False
+    by_ratio: bool = False
 
 
 KNOWN: Mapping[str, KnobKind] = {
-    WINDOW: KnobKind(True, 1, "tokens that the sliding-window layers attend to", needs_drafter=False),
-    TOP_K: KnobKind(False, 1, "centroids of the drafter's head whose tokens are candidates"),
+    WINDOW: KnobKind(
+        True,
+        1,
+        "tokens that the sliding-window layers attend to",
+        needs_drafter=False,
+        more_is_better=True,
+        by_ratio=True,
+    ),
+    TOP_K: KnobKind(False, 1, "centroids of the drafter's head whose tokens are candidates", by_ratio=True),
     DRAFTS: KnobKind(False, 0, "tokens drafted a step; 0 decodes without the drafter"),
     # Patches of `kernels.plugin`, by their environment keys: 0 is vLLM's own code. On a GPU alone.
     "FA_SLIDING": KnobKind(True, 0, "1: steps of few rows attend through the split kernel", 1, needs_drafter=False),

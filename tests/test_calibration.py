@@ -104,5 +104,5 @@ def test_over_1000_studies_intervals_cover_and_equal_settings_are_equal_as_often
         equal.append(low <= 1 <= high)
     print(f"noise {noise}: {sum(covered) / len(covered):.3f} of {len(covered)} intervals cover the truth;", end=" ")
     print(f"{sum(equal) / len(equal):.3f} of {len(equal)} pairs of equal settings are called equal")
-    assert abs(sum(covered) / len(covered) - speed.CONFIDENCE) <= 0.02
+    assert abs(sum(covered) / len(covered) - speed.CONFIDENCE) <= 0.025  # prompts as unlike as the public ones
     assert sum(equal) / len(equal) >= speed.CONFIDENCE - 0.02
