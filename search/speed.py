@@ -165,6 +165,18 @@ def compare(
     return Comparison(log_ratio=-math.log(ratio), error=error, prompts=count)
 
 
+def beside(other: Throughput, found: Comparison, confidence: float = CONFIDENCE) -> Throughput:
+    """Throughput of a setting that was compared with another one on a few prompts, the other having more.
+
+    Double sampling (Cochran, 3rd ed., chapter 12): the ratio on the few, times what the other did on the many. A
+    setting that is behind on the prompts that both decoded stays behind.
+    """
+    paired = float(stats.t.ppf((1 + confidence) / 2, found.prompts - 1)) * found.error
+    half = math.hypot(paired, math.log(other.high / other.low) / 2)
+    tps = other.tps * math.exp(found.log_ratio)
+    return Throughput(tps, low=tps * math.exp(-half), high=tps * math.exp(half), prompts=found.prompts)
+
+
 def relative_noise(first: Sequence[float], again: Sequence[float]) -> float:
     """Relative standard deviation of one latency, from two passes over the same three or more prompts in one order.
 

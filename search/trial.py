@@ -106,18 +106,20 @@ class Laboratory:
         self._perplexity.recall(self._ceiling)
         self._throughput.recall()
 
-    def run(self, trial: int, setting: Mapping[str, Any], slot: int) -> Outcome:
+    def run(self, trial: int, setting: Mapping[str, Any], slot: int, *, on_all: bool = False) -> Outcome:
         """Measure one setting; the outcome and every stage's row are in the store when this returns.
 
         Where the machine is at fault and not the setting (a worker that was killed from outside, say), it is measured
         again. A setting that failed twice for one cause is not measured any more.
+
+        With `on_all` it is timed on all tune prompts, also if it was measured before.
 
         Raises:
             SearchError: no engine can be started any more, or the store cannot be written: rows then wait in the spool.
         """
         started = time.perf_counter()
         asked = canonical(setting, self.native)
-        known = self._store.measured(asked)
+        known = None if on_all else self._store.measured(asked)
         rows: list[Measurement] = []
         if known is not None:
             outcome = self._reused(trial, known, started)
@@ -128,7 +130,7 @@ class Laboratory:
             outcome.failure = cause
         else:
             try:
-                outcome = self.insist(f"Trial {trial}", lambda: self._measure(trial, asked, rows, started))
+                outcome = self.insist(f"Trial {trial}", lambda: self._measure(trial, asked, rows, started, on_all))
             except WorkerError as error:
                 outcome = self._failed(trial, asked, started, error)
             except (KeyboardInterrupt, SQLAlchemyError):
@@ -158,7 +160,7 @@ class Laboratory:
             self._apply_s = time.perf_counter() - started
         return effective
 
-    def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float) -> Outcome:
+    def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float, on_all: bool) -> Outcome:
         effective = self._apply(trial, setting)
         with self._session.within("gate"):
             verdict, row = self._perplexity.measure(trial, setting, effective)
@@ -180,7 +182,7 @@ class Laboratory:
             self._apply(trial, setting)
         with self._session.within("speed"):
             found, remark, warning = self._throughput.measure(
-                trial, setting, effective, self._store.fastest_within(ppl), rows
+                trial, setting, effective, self._store.fastest_within(ppl), rows, on_all=on_all
             )
         return self._outcome(
             trial, setting, started, "COMPLETE", ppl=ppl, excess=excess, found=found, reason=remark, warning=warning

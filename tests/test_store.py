@@ -51,14 +51,22 @@ def test_a_study_must_stay_what_it_was(store):
 
 
 def test_the_front_follows_every_outcome(store):
-    store.finish(outcome(0, tps=100, ppl=2.0))
-    store.finish(outcome(1, tps=120, ppl=2.2))
-    store.finish(outcome(2, tps=110, ppl=2.3))  # beaten by 1
-    store.finish(outcome(3, state="PRUNED", tps=None, ppl=2.6))
+    store.finish(outcome(0, tps=100, ppl=2.0, window=256))
+    store.finish(outcome(1, tps=120, ppl=2.2, window=192))
+    store.finish(outcome(2, tps=110, ppl=2.3, window=160))  # beaten by 1
+    store.finish(outcome(3, state="PRUNED", tps=None, ppl=2.6, window=64))
     assert [p.trial for p in store.front()] == [0, 1]
-    store.finish(outcome(4, tps=130, ppl=1.9))  # beats all
+    store.finish(outcome(4, tps=130, ppl=1.9, window=320))  # beats all
     assert [p.trial for p in store.front()] == [4]
     assert store.best().trial == 4
+
+
+def test_a_setting_that_is_measured_again_stands_as_it_was_measured_last(store):
+    store.finish(outcome(0, tps=120, ppl=2.2, window=192))
+    store.finish(outcome(1, tps=120, ppl=2.2, window=192, reused_from=0))
+    store.finish(outcome(2, tps=110, ppl=2.2, window=192))  # on more prompts: the first was lucky
+    assert [(p.trial, p.tps) for p in store.front()] == [(2, 110)]
+    assert store.measured({"sliding_window": 192}).trial == 2
 
 
 def test_two_studies_in_one_database_do_not_mix(store, url):

@@ -123,14 +123,22 @@ class ThroughputStage(Stage):
         return self._speed_row(trial, "drift", self._reference, effective, figures, timed)
 
     def measure(
-        self, trial: int, setting: Setting, effective: Setting, rival: int | None, rows: list[Measurement]
+        self,
+        trial: int,
+        setting: Setting,
+        effective: Setting,
+        rival: int | None,
+        rows: list[Measurement],
+        *,
+        on_all: bool = False,
     ) -> tuple[speed.Throughput, str | None, str | None]:
         """Time tune prompts until the interval is narrow, or the trial is beaten by `rival`.
 
         The rival is the fastest known trial with no higher perplexity; both are compared prompt by prompt. A trial
         with hardly a chance left is not worth more prompts; one that may reach the front gets them, so that no
         point of the front rests on a few lucky ones. The first setting with drafts is timed on all prompts: it
-        shows which are easy to draft, which the reference cannot, and so narrows the interval of every later trial.
+        shows which are easy to draft, which the reference cannot, and so narrows the interval of every later trial. So
+        is any trial with `on_all`.
 
         A shared machine can drift by more than settings differ. Where the study asks for controls, the estimate is
         what the trial would have shown on the machine as it was for the reference; the uncorrected figure is kept
@@ -141,7 +149,7 @@ class ThroughputStage(Stage):
         Returns:
             The estimate, a remark where the trial was stopped because it is beaten, and what is broken if something is.
         """
-        all_of_them = len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0
+        all_of_them = on_all or (len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0)
         most = len(self._prompts)
         if self._workload.prompts_per_trial and not all_of_them:
             most = min(most, self._workload.prompts_per_trial)
@@ -178,6 +186,8 @@ class ThroughputStage(Stage):
         if len(timed) == len(self._prompts):
             self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
         found = self._estimate(timed)
+        if remark is not None and rival is not None:
+            found = self._no_faster_than(rival, rival_timings, timed, found)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
         figures = {**_figures(found, timed), "tps_raw": raw}
         rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
@@ -197,9 +207,24 @@ class ThroughputStage(Stage):
         return [speed.PromptTiming(t.prompt, t.tokens, t.latency_s / t.drift, t.output_hash) for t in measured.timings]
 
     def _beaten(self, timed: list[Timed], rival: list[speed.PromptTiming]) -> bool:
-        noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival)))
-        found = speed.compare([_timing(t.decoded, t.seconds) for t in timed], rival, noise)
+        found = self._compared(timed, rival)
         return found is not None and found.chance_faster() < LEAST_CHANCE
+
+    def _compared(self, timed: list[Timed], rival: list[speed.PromptTiming]) -> speed.Comparison | None:
+        noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival)))
+        return speed.compare([_timing(t.decoded, t.seconds) for t in timed], rival, noise)
+
+    def _no_faster_than(
+        self, rival: int, rival_timings: list[speed.PromptTiming], timed: list[Timed], found: speed.Throughput
+    ) -> speed.Throughput:
+        """A beaten trial's estimate: by its rival where that is the narrower one, or would otherwise be overtaken."""
+        compared, outcome = self._compared(timed, rival_timings), self._store.outcome(rival)
+        if compared is None or outcome is None or not (outcome.tps and outcome.tps_low and outcome.tps_high):
+            return found
+        beside = speed.beside(
+            speed.Throughput(outcome.tps, outcome.tps_low, outcome.tps_high, outcome.prompts or 0), compared
+        )
+        return beside if beside.half_width < found.half_width or found.tps >= outcome.tps else found
 
     def _control(self, trial: int, prompt: Prompt, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
         """How much slower the machine is now than for the reference (1.1: 10 % slower), by the nearest control."""

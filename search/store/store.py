@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,7 @@ class Store:
                 .order_by(Outcome.trial)
             )
             session.execute(delete(FrontPoint).where(FrontPoint.study == self.study))
-            session.add_all(_front_point(point) for point in pareto_front(complete))
+            session.add_all(_front_point(point) for point in pareto_front(_as_they_stand(complete)))
 
     # Reading --------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Store:
             return session.get(Outcome, (self.study, trial))
 
     def measured(self, setting: Mapping[str, Any]) -> Outcome | None:
-        """The outcome of the trial that measured `setting` (COMPLETE or PRUNED), if one did."""
+        """The outcome of the last trial that measured `setting` (COMPLETE or PRUNED), if one did."""
         query = select(Outcome).where(
             Outcome.study == self.study,
             Outcome.trial != REFERENCE,
@@ -249,7 +249,7 @@ class Store:
             Outcome.reused_from.is_(None),
         )
         with self._session() as session:
-            return session.scalars(query.order_by(Outcome.trial)).first()
+            return session.scalars(query.order_by(Outcome.trial.desc())).first()
 
     def failures(self, setting: Mapping[str, Any]) -> list[str]:
         """Failure kinds of the trials that tried `setting` and failed, oldest first."""
@@ -361,6 +361,13 @@ class Store:
         with self._session() as session:
             counts = {row.status: row.number for row in session.execute(query)}
         return {"scored": counts.get("done", 0), "remembered": counts.get("remembered", 0)}
+
+
+def _as_they_stand(complete: Iterable[Outcome]) -> list[Outcome]:
+    """Trials in their order, without those whose setting was measured again later: the later figure stands."""
+    trials = list(complete)
+    last = {outcome.setting_key: outcome.trial for outcome in trials if outcome.reused_from is None}
+    return [outcome for outcome in trials if outcome.source == last.get(outcome.setting_key, outcome.source)]
 
 
 def _front_point(outcome: Outcome) -> FrontPoint:
