@@ -63,6 +63,7 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
         "failure": outcome.failure,
         "warning": outcome.warning,
         "simulated": outcome.simulated or None,
+        "wall_s": outcome.wall_s,
     }
     for name, value in attributes.items():
         if value is not None:

@@ -24,7 +24,9 @@ from search.cli import (
     study_arguments,
 )
 
-DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "tpe", "engine": "vllm", "seed": 0}
+SAMPLERS = ("gated", "tpe", "gp", "nsga2", "random")  # search.samplers has them; naming them here spares its imports
+WITHOUT_BOTORCH = "tpe"  # the default where the packages of the usual one are not installed
+DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "gated", "engine": "vllm", "seed": 0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trials", type=int, metavar="N", help="total that should stand finished (default 200)")
     p.add_argument("--confirm", type=int, metavar="N", help="finalists to measure again, served (default 3; 0: none)")
     p.add_argument("--timeout", type=float, metavar="S", help="ask for no further trial after S seconds")
-    p.add_argument("--sampler", choices=("tpe", "random"), help="who proposes settings (default tpe)")
+    p.add_argument("--sampler", choices=SAMPLERS, help="who proposes settings (default gated)")
+    p.add_argument("--stop", choices=("auto",), help="auto: end when another trial is not expected to gain 0.2 %%")
+    p.add_argument("--prior", metavar="FILE", help="points from elsewhere (CSV, or a study database) to start from")
     p.add_argument("--engine", metavar="NAME", help="vllm (default), simulated, or module:Class of another")
     p.add_argument("--ppl-ceiling", type=float, metavar="X", help="absolute ceiling, instead of the study's")
     p.add_argument("--seed", type=int, metavar="N", help="seed of the sampler and the engine (default 0)")
@@ -53,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         path, why = find_study(args.study)
         chosen = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
         resolved = {**DEFAULTS, **chosen}
+        default_because: dict[str, str] = {}
         if resolved["trials"] < 1:
             fail("--trials must be at least 1.")
         if resolved["engine"] not in ("vllm", "simulated") and ":" not in resolved["engine"]:
@@ -61,8 +66,17 @@ def main(argv: list[str] | None = None) -> int:
             fail("--confirm must be at least 0.")
         if args.ppl_ceiling is not None and not args.ppl_ceiling > 1:
             fail(f"--ppl-ceiling must be over 1, the least perplexity there is, not {args.ppl_ceiling}.")
+        if args.stop and resolved["sampler"] != "gated":
+            fail(
+                f"--stop auto needs --sampler gated, which says what another trial is worth; not {resolved['sampler']}."
+            )
+        from search.samplers import missing
         from search.spec import read_study
 
+        if "sampler" not in chosen and (lacks := missing(resolved["sampler"])):
+            if args.stop:
+                fail(f"--stop auto needs {' and '.join(lacks)}: pip install {' '.join(lacks)}.")
+            resolved["sampler"], default_because["sampler"] = WITHOUT_BOTORCH, f": {lacks[0]} is not installed"
         spec = read_study(path)
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
@@ -77,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
             progress.note(f"Study {spec.name} ({why}): {path}")
             shown = {**resolved, "storage": safe_url(resolved["storage"])}
             progress.note(
-                ", ".join(f"{k} {v}" + ("" if k in chosen else " (default)") for k, v in shown.items())
+                ", ".join(
+                    f"{k} {v}" + ("" if k in chosen else f" (default{default_because.get(k, '')})")
+                    for k, v in shown.items()
+                )
                 + (f", timeout {args.timeout:g} s" if args.timeout is not None else "")
             )
             if resolved["engine"] != "vllm":
@@ -91,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
                 seed=resolved["seed"],
                 timeout_s=args.timeout,
                 logs=args.logs or Path("logs"),
+                prior=args.prior,
+                stop_early=args.stop == "auto",
             )
             with interruptible():
                 summary = search(spec, options, progress)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import optuna
-from optuna.distributions import BaseDistribution, IntDistribution
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from sqlalchemy.exc import SQLAlchemyError
 
 from kernels.patches.base import PatchRefusedError
@@ -25,26 +22,28 @@ from search.inputs import check_inputs
 from search.knobs import TOP_K, WINDOW, Knob
 from search.owner import owner_name
 from search.recovery import end_orphans, open_study, recover, settle, tell
+from search.samplers import Problem, Reference, make_sampler, trial_seed
+from search.samplers.gated import asked_on_all, worth_another
+from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import FrontPoint, Outcome, Spool, Store, cause_of, open_engine, safe_url
+from search.store import REFERENCE, FrontPoint, Outcome, Spool, Store, cause_of, open_engine, safe_url
 from search.summary import Summary, summarize
 from search.trial import Laboratory
 
 PATCH_KEY = "environment.{}"  # of a study's definition
-STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
 FAILURES_IN_A_ROW = 10  # of one cause
 FAILURES_OF_ANY_CAUSE = 40  # in a row
-
-SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
-    "tpe": lambda seed: TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS),
-    "random": lambda seed: RandomSampler(seed=seed),
-}
+NOT_WORTH = "Stopped after {} trials: another one is not expected to gain 0.2 %. Without --stop auto it goes on."
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to search: `trials` in all should stand finished, `confirm` finalists are measured again."""
+    """How to search: `trials` in all should stand finished, `confirm` finalists are measured again.
+
+    `prior` is a file or database of points from elsewhere. With `stop_early` the search ends when another trial is not
+    worth it.
+    """
 
     trials: int
     confirm: int
@@ -54,6 +53,8 @@ class Options:
     seed: int
     timeout_s: float | None
     logs: Path
+    prior: str | None = None
+    stop_early: bool = False
 
 
 class StudyObserver(Observer, Protocol):
@@ -106,7 +107,10 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
         end_orphans(store, observer)
         store.define(
             {**spec.definition(), **patches_on(spec)},
-            {"engine": options.engine, "sampler": options.sampler, "seed": options.seed, "trials": options.trials},
+            {
+                **{name: getattr(options, name) for name in ("engine", "sampler", "seed", "trials")},
+                **({"prior": safe_source(options.prior)} if options.prior else {}),
+            },
         )
         if waiting := store.take_in_spool():
             observer.note(f"Taken in from the spool: {waiting} measurements that the database could not take before.")
@@ -131,10 +135,12 @@ def _search(
 ) -> Summary:
     if store.finished() < options.trials:
         laboratory.measure_reference()
+        problem = _problem(spec, options, store)
         if not study.get_trials(deepcopy=False):
             study.enqueue_trial(default_setting(spec, laboratory.native))
+            enqueue(study, problem, observer.note)
         observer.opened(store.finished(), options.trials)
-        _loop(spec, options, study, store, laboratory, observer, started)
+        _loop(options, problem, study, store, laboratory, observer, started)
     if options.confirm and options.engine == "vllm" and store.front():
         observer.searched(summarize(store, laboratory.engine_starts, time.perf_counter() - started))
         confirm(spec, store, laboratory, observer, options.confirm, options.logs)
@@ -164,32 +170,37 @@ def _own_value(knob: Knob, native: Mapping[str, Any]) -> int:
     return knob.nearest((knob.low + knob.high) // 2)
 
 
-def distribution(knob: Knob) -> BaseDistribution:
-    """A knob's range as Optuna writes it."""
-    return IntDistribution(knob.low, knob.largest, step=knob.step, log=knob.log)
+def _problem(spec: StudySpec, options: Options, store: Store) -> Problem:
+    """What a sampler is told of the study; its reference must have been measured."""
+    found = store.outcome(REFERENCE)
+    assert found is not None and found.ceiling is not None and found.ppl is not None and found.tps is not None
+    prior = read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
+    return Problem(spec.knobs, found.ceiling, Reference(found.setting, found.ppl, found.tps), prior)
 
 
 def _loop(
-    spec: StudySpec,
     options: Options,
+    problem: Problem,
     study: optuna.Study,
     store: Store,
     laboratory: Laboratory,
     observer: StudyObserver,
     started: float,
 ) -> None:
-    distributions = {knob.name: distribution(knob) for knob in spec.knobs}
     failed: list[Outcome] = []  # in a row
     while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
+        if options.stop_early and not worth_another(study):
+            observer.note(NOT_WORTH.format(store.finished()))
+            return
         slot = store.take_slot(options.trials, owner_name())
         if slot is None:
             return
         trial: optuna.Trial | None = None
         try:
-            study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed)))
-            trial = study.ask(distributions)
+            study.sampler = make_sampler(options.sampler, problem, trial_seed(options.seed, slot, len(failed)))
+            trial = study.ask(problem.distributions)
             store.assign_slot(slot, trial.number)
-            outcome = laboratory.run(trial.number, trial.params, slot)
+            outcome = laboratory.run(trial.number, trial.params, slot, on_all=asked_on_all(study, trial.number))
             tell(study, outcome)
         except SpooledError:
             raise  # the trial stays open until its outcome is taken in
@@ -218,9 +229,3 @@ def _stop_if_hopeless(failed: list[Outcome]) -> None:
     if of_one_cause or len(failed) >= FAILURES_OF_ANY_CAUSE:
         count = FAILURES_IN_A_ROW if of_one_cause else len(failed)
         raise SearchError(f"{count} trials in a row failed, the last one thus: {last.reason}")
-
-
-def _seed(seed: int, ordinal: int, attempt: int) -> int:
-    """The sampler's seed for one ask: a resumed study goes on, it does not draw the same again."""
-    digest = hashlib.sha256(f"{seed} {ordinal} {attempt}".encode()).digest()
-    return int.from_bytes(digest[:4], "big")

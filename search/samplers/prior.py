@@ -1,0 +1,189 @@
+"""What was measured elsewhere: read, made one point a setting, and used as a guess. It is never a measurement here."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from search.errors import UsageError
+from search.knobs import KNOWN, Knob, words
+from search.samplers.problem import PriorPoint, Problem
+from search.store.front import pareto_front
+
+if TYPE_CHECKING:
+    from search.samplers.models import Array, Mean
+
+WHY = "why"  # user attribute of a trial: why it was asked for
+PROPOSALS = 4  # settings of the prior's front that are tried after the study's own default
+SAME_MODEL = (0.99, 1.5)  # of the reference's perplexity: what lies outside is of other weights, or broken
+UPPER = 0.75  # of the speeds reported of a setting this quantile counts: most reports are of slower software
+TRUSTED = 3  # reports, from which on a setting's speed counts in full
+ONE_REPORT = 0.03  # what a setting loses, in order of proposal, for resting on a single report
+ASSUMED_SD = 0.05  # of ln TPS of a prior point, by √reports
+SHRINK = 2.0  # how strongly the prior's slope is held to DISCOUNT before it is tried here, in trials
+DISCOUNT = 0.5  # of what the prior says about differences in speed, before anything was measured here
+
+
+def read_prior(source: str, knobs: Sequence[Knob], study: str | None = None) -> tuple[PriorPoint, ...]:
+    """Points from a CSV file (a column for each knob, `tps`, `ppl`) or from another study's database.
+
+    Raises:
+        UsageError: it cannot be read, or holds no point with all knobs of this study.
+    """
+    rows = _of_database(source, study) if "://" in source or source.endswith(".db") else _of_csv(Path(source))
+    names = [knob.name for knob in knobs]
+    groups: dict[tuple[int, ...], list[tuple[float, float | None]]] = {}
+    for row in rows:
+        try:
+            setting = tuple(int(float(row[name])) for name in names)
+            tps, ppl = float(row["tps"]), float(row["ppl"]) if row.get("ppl") else None
+        except (KeyError, ValueError, TypeError):
+            continue
+        if tps > 0 and math.isfinite(tps):
+            groups.setdefault(setting, []).append((tps, ppl))
+    if not groups:
+        raise UsageError(f"--prior {source} holds no row with numbers for {', '.join(names)} and tps.")
+    return tuple(
+        PriorPoint(dict(zip(names, setting, strict=True)), tps, ppl, count=1)
+        for setting, reports in sorted(groups.items())
+        for tps, ppl in reports
+    )
+
+
+def _of_csv(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--prior {path} cannot be read: {error}.") from error
+
+
+def _of_database(source: str, study: str | None) -> list[dict[str, Any]]:
+    from search.store import Store, open_engine, study_names
+
+    url = source if "://" in source else f"sqlite:///{source}"
+    engine = open_engine(url, must_exist=True)
+    names = study_names(engine)
+    chosen = [name for name in names if study in (None, name)] or names
+    return [
+        {**o.setting, "tps": o.tps, "ppl": o.ppl}
+        for name in chosen
+        for o in Store(engine, name).outcomes()
+        if o.state == "COMPLETE" and o.reused_from is None
+    ]
+
+
+def settled(problem: Problem) -> list[PriorPoint]:
+    """One point a setting: those that can be of the same model, and lie in the knobs' ranges.
+
+    Perplexity that a report does not give is taken from reports of the same quality knobs.
+    """
+    low, high = (factor * problem.reference.ppl for factor in SAME_MODEL)
+    kept = [p for p in problem.prior if (p.ppl is None or low <= p.ppl <= high) and _in_range(problem, p)]
+    by_quality: dict[tuple[object, ...], list[float]] = {}
+    groups: dict[tuple[object, ...], list[PriorPoint]] = {}
+    for p in kept:
+        groups.setdefault(tuple(problem.spelled(p.setting).values()), []).append(p)
+        if p.ppl is not None:
+            by_quality.setdefault(_quality(problem, p), []).append(p.ppl)
+    found = []
+    for reports in groups.values():
+        tps = _quantile(sorted(p.tps for p in reports), UPPER)
+        ppls = by_quality.get(_quality(problem, reports[0]))
+        ppl = statistics.median(ppls) if ppls else None
+        found.append(PriorPoint(problem.spelled(reports[0].setting), tps, ppl, len(reports)))
+    return found
+
+
+def proposals(problem: Problem) -> list[PriorPoint]:
+    """The settings to try first: the front of what passed elsewhere, the fastest and best attested first."""
+    passed = [p for p in settled(problem) if p.ppl is not None and p.ppl <= problem.ceiling]
+    attested = [
+        PriorPoint(p.setting, p.tps * math.exp(-ONE_REPORT * max(0.0, 1 - (p.count - 1) / TRUSTED)), p.ppl, p.count)
+        for p in passed
+    ]
+    return pareto_front(attested)[::-1][:PROPOSALS]
+
+
+def enqueue(study: optuna.Study, problem: Problem, note: Callable[[str], None]) -> None:
+    """Let a study begin with the prior's proposals, whatever its sampler."""
+    found = proposals(problem)
+    for p in found:
+        why = f"as it did best elsewhere (--prior): {p.tps:.1f} tok/s there"
+        study.enqueue_trial(dict(p.setting), user_attrs={WHY: why})
+    if problem.prior:
+        tried = "; ".join(words(p.setting) for p in found) or "none: nothing of it passes here"
+        count = f"{len(problem.prior)} points from elsewhere, {len(settled(problem))} settings"
+        note(f"Prior: {count}. Tried first: {tried}.")
+
+
+def safe_source(source: str) -> str:
+    """A prior's file or database as it may be shown."""
+    from search.store import safe_url
+
+    return safe_url(source) if "://" in source else source
+
+
+def mean_of(problem: Problem, points: Array, outcomes: Array) -> Mean:
+    """The speed model's mean: what the prior says of ln TPS, as far as what was measured here bears it out.
+
+    Its slope is a ridge regression of the outcomes here on the prior's, held to DISCOUNT; zero where it misleads.
+    """
+    from search.samplers.models import none
+
+    if not problem.prior:
+        return none
+    told = _prior_mean(problem)
+    here = told(points)
+    x, y = here - here.mean(), outcomes - outcomes.mean()
+    hold = SHRINK * float(here.var()) + 1e-9
+    slope = float(((x * y).sum() + hold * DISCOUNT) / ((x * x).sum() + hold))
+    slope = min(1.0, max(0.0, slope))
+    return lambda at: slope * told(at)
+
+
+def _prior_mean(problem: Problem) -> Mean:
+    """A process fitted to the prior's points alone: its mean, less their average."""
+    from search.samplers.models import none
+
+    known = settled(problem)
+    if len(known) < 2:
+        return none
+    return _fitted(
+        tuple(tuple(problem.point(p.setting)) for p in known),
+        tuple(math.log(p.tps) for p in known),
+        tuple(ASSUMED_SD / math.sqrt(min(p.count, TRUSTED)) for p in known),
+    )
+
+
+@lru_cache(maxsize=4)
+def _fitted(points: tuple[tuple[float, ...], ...], outcomes: tuple[float, ...], sds: tuple[float, ...]) -> Mean:
+    import numpy as np
+
+    from search.samplers.models import fit
+
+    process = fit(np.array(points), np.array(outcomes), np.diag(np.square(sds)))
+    centre = statistics.fmean(outcomes)
+    return lambda at: process.predict(at)[0] - centre
+
+
+def _in_range(problem: Problem, p: PriorPoint) -> bool:
+    return all(
+        knob.low <= int(p.setting[knob.name]) <= knob.largest and KNOWN[knob.name].minimum <= int(p.setting[knob.name])
+        for knob in problem.knobs
+    )
+
+
+def _quality(problem: Problem, p: PriorPoint) -> tuple[object, ...]:
+    return tuple(p.setting[knob.name] for knob in problem.quality)
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

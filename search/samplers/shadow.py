@@ -1,0 +1,102 @@
+"""Optuna's GP and NSGA-II on a study of ours: they learn from completed trials alone; over the ceiling ours are pruned.
+
+They are shown a shadow of the study in which a pruned trial is complete, with the perplexity that it had, its
+constraint violated, and in place of the speed that nobody measured that of the timed setting nearest to it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from search.recovery import CONSTRAINT
+from search.samplers.history import Measured, history
+from search.samplers.problem import Problem
+
+POPULATION = 20  # of NSGA-II: Optuna's 50 would leave a budget of 40 trials at random
+
+
+class ShadowSampler(BaseSampler):
+    """Asks another sampler on the shadow of the study."""
+
+    def __init__(self, problem: Problem, seed: int, make: Callable[[int], BaseSampler]) -> None:
+        self._problem, self._seed, self._make = problem, seed, make
+        self._random = RandomSampler(seed=seed)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All knobs, from the first trial on; none for a trial that was enqueued."""
+        return {} if trial.system_attrs.get("fixed_params") else self._problem.distributions
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """What the other sampler proposes; what it notes of a trial is kept with ours."""
+        if not search_space:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shadow = self._shadow(study, trial)
+            shadow.sampler = self._make(self._seed)
+            asked = shadow.ask(self._problem.distributions)
+        for key, value in _noted(shadow.get_trials(deepcopy=False)[asked.number]).items():
+            study._storage.set_trial_system_attr(trial._trial_id, key, value)
+        return dict(asked.params)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A knob that was not asked for above, at random."""
+        return self._random.sample_independent(study, trial, param_name, param_distribution)
+
+    def _shadow(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        past = history(study, self._problem, trial.number)
+        originals = {t.number: t for t in study.get_trials(deepcopy=False)}
+        shadow = optuna.create_study(directions=study.directions)
+        timed = past.timed
+        for m in past.measured:
+            tps = m.tps if m.tps is not None else _nearest_speed(self._problem, m, timed)
+            shadow.add_trial(
+                create_trial(
+                    state=TrialState.COMPLETE,
+                    values=[tps, m.ppl],
+                    params=originals[m.number].params,
+                    distributions=self._problem.distributions,
+                    system_attrs=_noted(originals[m.number]),
+                    constraints={CONSTRAINT: m.ppl - self._problem.ceiling},
+                )
+            )
+        for setting in past.pending:
+            shadow.add_trial(
+                create_trial(state=TrialState.RUNNING, params=dict(setting), distributions=self._problem.distributions)
+            )
+        return shadow
+
+
+def _nearest_speed(problem: Problem, over: Measured, timed: list[Measured]) -> float:
+    if not timed:
+        return problem.reference.tps
+    at = np.array(problem.point(over.setting))
+    nearest = min(timed, key=lambda m: float(((np.array(problem.point(m.setting)) - at) ** 2).sum()))
+    return float(nearest.tps or problem.reference.tps)
+
+
+def _noted(trial: FrozenTrial) -> dict[str, Any]:
+    """What a sampler noted with a trial, NSGA-II its generation: Optuna's own notes of a study's are left out."""
+    return {key: value for key, value in trial.system_attrs.items() if "NSGA" in key or "nsga" in key}
+
+
+def gp(problem: Problem, seed: int) -> BaseSampler:
+    """Optuna's Gaussian processes."""
+    return ShadowSampler(problem, seed, lambda s: GPSampler(seed=s))
+
+
+def nsga2(problem: Problem, seed: int) -> BaseSampler:
+    """Optuna's genetic algorithm."""
+    return ShadowSampler(problem, seed, lambda s: NSGAIISampler(seed=s, population_size=POPULATION))
