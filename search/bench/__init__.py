@@ -1,0 +1,1 @@
+"""Samplers compared over landscapes, in simulated seconds: `python -m search.bench samplers`."""
