@@ -6,7 +6,6 @@ import csv
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -123,23 +122,20 @@ def compare(cells: Sequence[tuple[str, str, int]], file: Path, jobs: int, limit_
     missing = [cell for cell in cells if cell not in done]
     new = not file.exists()
     context = multiprocessing.get_context("spawn")
-    with file.open("a", newline="") as out, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with file.open("a", newline="") as out, context.Pool(jobs) as pool:  # leaving it ends what still runs
         writer = csv.DictWriter(out, [f.name for f in fields(Run)])
         if new:
             writer.writeheader()
-        futures: list[Future[Run]] = [pool.submit(_run_cell, cell) for cell in missing]
-        try:
-            left = None if limit_s is None else max(1.0, limit_s - (time.monotonic() - started))
-            for future in as_completed(futures, timeout=left):
-                found = future.result()
-                writer.writerow(asdict(found))
-                out.flush()
-                yield found
-        except TimeoutError:
-            for future in futures:
-                future.cancel()
-            for process in list(pool._processes.values()):
-                process.terminate()
+        results = pool.imap_unordered(_run_cell, missing)
+        for _ in missing:
+            left = None if limit_s is None else max(0.0, limit_s - (time.monotonic() - started))
+            try:
+                found = results.next(left)
+            except multiprocessing.TimeoutError:
+                return
+            writer.writerow(asdict(found))
+            out.flush()
+            yield found
 
 
 def _run_cell(cell: tuple[str, str, int]) -> Run:
