@@ -71,10 +71,12 @@ class ReviewStorage(RDBStorage):
         except SearchError:  # nothing has been measured yet
             return {}
         made = _note(None, study_note(found))
-        ids = {trial.number: trial._trial_id for trial in super().get_all_trials(study_id, deepcopy=False)}
+        trials = super().get_all_trials(study_id, deepcopy=False)
+        ids = {trial.number: trial._trial_id for trial in trials}
+        whys = {trial.number: str(trial.user_attrs.get("why", "")) for trial in trials}
         for row in found.trials.itertuples():
             if row.trial in ids:
-                made |= _note(ids[row.trial], trial_note(row, found))
+                made |= _note(ids[row.trial], trial_note(row, found, whys[row.trial]))
         figure = front(found)
         if figure is not None:
             made["dashboard:plot_data:feasible-front:0"] = figure.plot.update_layout(title="Feasible front").to_json()
@@ -101,8 +103,8 @@ def study_note(study: Frames) -> str:
     return "\n\n".join(line for line in lines if line)
 
 
-def trial_note(row: Any, study: Frames) -> str:
-    """Markdown: how a trial ended and why, with its interval."""
+def trial_note(row: Any, study: Frames, why: str = "") -> str:
+    """Markdown: how a trial ended and why, with its interval, and why it was asked for."""
     setting = ", ".join(f"{name} {getattr(row, name)}" for name in KNOWN if hasattr(row, name))
     read_back = "asked for" if row.state == "FAIL" else "as read back from the engine"
     if row.state == "COMPLETE":
@@ -118,7 +120,15 @@ def trial_note(row: Any, study: Frames) -> str:
     warning = f"**Warning:** {row.warning}." if isinstance(row.warning, str) else ""
     said = row.reason if isinstance(row.reason, str) else ""
     return "\n\n".join(
-        line for line in (f"{end} {said}".strip(), f"Setting, {read_back}: {setting}.", reused, warning) if line
+        line
+        for line in (
+            f"{end} {said}".strip(),
+            f"Setting, {read_back}: {setting}.",
+            f"Asked for: {why}." if why else "",
+            reused,
+            warning,
+        )
+        if line
     )
 
 

@@ -32,6 +32,7 @@ EDGE_TRIALS = 10  # at most, before the models take over
 DESIGN = 2  # timed trials a knob before the models are believed
 ELSEWHERE = 12  # one trial in so many is drawn at random, whatever the models say
 ON_ALL_PROMPTS = 1.5  # times as wide as the narrowest interval: the trial was timed on all prompts
+MOST_THOROUGH = 0.4  # of the timed trials, those on all prompts
 NEW_QUALITY = 0.3  # of these, how many may have quality knobs that nothing is known of
 STOP_BELOW = 0.002  # expected gain of a further trial: how much faster the front gets
 TOLD_APART = 0.8  # probability that one of two leaders is the faster
@@ -97,11 +98,18 @@ def propose(problem: Problem, past: History, draw: np.random.Generator) -> Propo
     if len(passed) < wanted:
         setting = far_from(problem, past, edge_of_range, draw)
         return Proposal(setting, f"to know the knobs apart: trial {len(passed) + 1} of {wanted} before models are used")
-    if (again := _leader_again(problem, past)) is not None:
+    thorough = _may_be_thorough(past)
+    if thorough and (again := _leader_again(problem, past)) is not None:
         return again
     if draw.random() < 1 / ELSEWHERE:
         return Proposal(_elsewhere(problem, past, draw), "far from all trials, whatever the models expect")
-    return _by_models(problem, past, draw)
+    return _by_models(problem, past, draw, thorough)
+
+
+def _may_be_thorough(past: History) -> bool:
+    """Whether another trial may be timed on all prompts: where all is flat, such trials would take all the time."""
+    sds = [m.sd for m in past.timed]
+    return sum(sd <= ON_ALL_PROMPTS * min(sds) for sd in sds) <= MOST_THOROUGH * len(sds)
 
 
 def _at_the_edge(problem: Problem, past: History, draw: np.random.Generator) -> Proposal | None:
@@ -146,7 +154,7 @@ def _anchor(problem: Problem, past: History, quality: Setting) -> Proposal | Non
     return Proposal(setting, "on all prompts: what other trials at the ceiling's edge are compared with", on_all=True)
 
 
-def _by_models(problem: Problem, past: History, draw: np.random.Generator) -> Proposal:
+def _by_models(problem: Problem, past: History, draw: np.random.Generator, thorough: bool) -> Proposal:
     from search.samplers.forecast import Forecast  # torch
 
     forecast = Forecast(problem, past)
@@ -162,7 +170,7 @@ def _by_models(problem: Problem, past: History, draw: np.random.Generator) -> Pr
         f"{judged.seconds[best]:.3g} s; expected {math.exp(judged.expected.speed[best]):.1f} tok/s ± {sd:.1%}, under "
         f"the ceiling with a chance of {judged.passes[best]:.0%}"
     )
-    if forecast.needs_all_prompts(pool[best], float(judged.ahead[best]), sd):
+    if thorough and forecast.needs_all_prompts(pool[best], float(judged.ahead[best]), sd):
         return Proposal(pool[best], f"{why}; on all prompts, as a few would tell nothing", gain, True)
     return Proposal(pool[best], why, gain)
 

@@ -154,7 +154,7 @@ class ThroughputStage(Stage):
         if self._workload.prompts_per_trial and not all_of_them:
             most = min(most, self._workload.prompts_per_trial)
         block_size = self._workload.control_prompts or 1
-        rival_timings = self._timings_of(rival)
+        rival_timings, rival_found = self._timings_of(rival), self._throughput_of(rival)
         timed: list[Timed] = []
         controls: list[Decoded] = []
         decoded: list[Decoded] = []  # of the block that is being timed
@@ -186,8 +186,8 @@ class ThroughputStage(Stage):
         if len(timed) == len(self._prompts):
             self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
         found = self._estimate(timed)
-        if remark is not None and rival is not None:
-            found = self._no_faster_than(rival, rival_timings, timed, found)
+        if remark is not None and rival_found is not None:
+            found = self._no_faster_than(rival_found, rival_timings, timed, found)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
         figures = {**_figures(found, timed), "tps_raw": raw}
         rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
@@ -214,17 +214,26 @@ class ThroughputStage(Stage):
         noise = math.hypot(self._control_noise(len(timed)), self._control_noise(len(rival)))
         return speed.compare([_timing(t.decoded, t.seconds) for t in timed], rival, noise)
 
+    def _throughput_of(self, trial: int | None) -> speed.Throughput | None:
+        """A measured trial's estimate."""
+        known = self._store.outcome(trial) if trial is not None else None
+        if known is None or not (known.tps and known.tps_low and known.tps_high):
+            return None
+        return speed.Throughput(known.tps, known.tps_low, known.tps_high, known.prompts or 0)
+
     def _no_faster_than(
-        self, rival: int, rival_timings: list[speed.PromptTiming], timed: list[Timed], found: speed.Throughput
+        self,
+        rival: speed.Throughput,
+        rival_timings: list[speed.PromptTiming],
+        timed: list[Timed],
+        found: speed.Throughput,
     ) -> speed.Throughput:
         """A beaten trial's estimate: by its rival where that is the narrower one, or would otherwise be overtaken."""
-        compared, outcome = self._compared(timed, rival_timings), self._store.outcome(rival)
-        if compared is None or outcome is None or not (outcome.tps and outcome.tps_low and outcome.tps_high):
+        compared = self._compared(timed, rival_timings)
+        if compared is None:
             return found
-        beside = speed.beside(
-            speed.Throughput(outcome.tps, outcome.tps_low, outcome.tps_high, outcome.prompts or 0), compared
-        )
-        return beside if beside.half_width < found.half_width or found.tps >= outcome.tps else found
+        beside = speed.beside(rival, compared)
+        return beside if beside.half_width < found.half_width or found.tps >= rival.tps else found
 
     def _control(self, trial: int, prompt: Prompt, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
         """How much slower the machine is now than for the reference (1.1: 10 % slower), by the nearest control."""
