@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ COLOURS = dict(
     )
 )
 COLUMNS, PANEL = 2, (460, 260)  # pixels
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LEAST = 1e-3  # regrets are drawn down to 0.1 %
 
 
@@ -64,7 +66,7 @@ def figure(runs: Sequence[Run], landscapes: Sequence[str] | None = None) -> go.F
 
 
 def write(plot: go.Figure, file: Path) -> None:
-    """As HTML or, by a browser that Playwright knows, as SVG.
+    """As HTML or, by a Chromium and Playwright, as SVG.
 
     Raises:
         UsageError: an SVG was asked for, and there is no browser.
@@ -78,7 +80,8 @@ def write(plot: go.Figure, file: Path) -> None:
         raise UsageError("An SVG figure needs Playwright and its Chromium; write figure.html instead.") from error
     try:
         with sync_playwright() as play:
-            browser = play.chromium.launch()
+            installed = next(filter(None, map(shutil.which, BROWSERS)), None)  # else Playwright's own
+            browser = play.chromium.launch(executable_path=installed, args=["--no-sandbox"])
             page = browser.new_page()
             page.set_content(plot.to_html(include_plotlyjs=True, div_id="plot"))
             size = {"format": "svg", "width": plot.layout.width, "height": plot.layout.height}
