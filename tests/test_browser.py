@@ -207,7 +207,8 @@ def test_the_dashboard_shows_a_finished_study(open_page, dashboard, searched, vi
 
 def test_the_dashboard_follows_a_search_that_goes_on(open_page, dashboard, python, study_folder, tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
-    command = [python, "-m", "search.run", "--engine", "simulated", "--study", study_folder, "--trials", "400"]
+    simulated = ["--engine", "simulated", "--sampler", "random"]  # trials that take no time
+    command = [python, "-m", "search.run", *simulated, "--study", study_folder, "--trials", "400"]
     with subprocess.Popen([*command, "--storage", url], cwd=tmp_path, stdout=subprocess.DEVNULL) as searching:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (tmp_path / "study.db").exists():

@@ -247,7 +247,7 @@ def test_a_prior_is_never_a_measurement_and_does_not_mislead_on_another_card():
     prior = read_prior(PUBLIC, other.knobs)
     steps = replay(other, GATED, 0, 40, prior=prior)
     assert len(steps) == 40  # each of them measured here
-    assert 1 - steps[-1].finalist / optimum(other, 0) < 0.02  # with 4 trials lost to what did best elsewhere
+    assert 1 - steps[-1].finalist / optimum(other, 0) < 0.03  # with 4 trials lost to what did best elsewhere
     problem = problem_of(other, prior)
     draw = np.random.default_rng(0)
     points = np.array([problem.point({WINDOW: w, TOP_K: 49, DRAFTS: k}) for w in (128, 256, 512) for k in range(1, 9)])

@@ -140,9 +140,7 @@ def look(bench, search, folder, undisturbed):
         if told[o.trial].constraints.get("ppl") != o.excess:
             wrong.append(f"trial {o.trial} has a wrong constraint")
         wrong += missing_rows(store, o)
-    if {p.trial for p in store.front()} != {
-        o.trial for o in pareto_front(o for o in finished if o.state == "COMPLETE")
-    }:
+    if {p.trial for p in store.front()} != {o.trial for o in pareto_front(as_measured_last(finished))}:
         wrong.append("the stored front is not the outcomes' front")
     truth = {o.setting_key: (o.state, o.ppl) for o in undisturbed}
     wrong += [
@@ -171,9 +169,16 @@ def missing_rows(store, outcome: Outcome):
     return [f"trial {outcome.trial} has {stages[s]} {s} rows" for s in stages if stages[s] != wanted[s]]
 
 
+def as_measured_last(outcomes):
+    """The timed trials, each setting's by its last measurement."""
+    timed = [o for o in outcomes if o.state == "COMPLETE"]
+    last = {o.setting_key: o.trial for o in timed if o.reused_from is None}
+    return [o for o in timed if o.source == last[o.setting_key]]
+
+
 def front_of(outcomes):
     """The front as what was measured: settings with their figures."""
-    front = pareto_front(o for o in outcomes if o.state == "COMPLETE")
+    front = pareto_front(as_measured_last(outcomes))
     return sorted((o.setting_key, round(o.tps, 6), round(o.ppl, 9)) for o in front)
 
 
