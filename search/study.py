@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,14 +21,27 @@ from kernels.patches.base import PatchRefusedError
 from kernels.plugin import switched_on
 from search.confirm import confirm
 from search.engine.protocol import Setting
-from search.errors import SearchError, SpooledError, UsageError
+from search.errors import LostClaimError, SearchError, SpooledError, UsageError
 from search.inputs import check_inputs
-from search.knobs import TOP_K, WINDOW, Knob
+from search.knobs import TOP_K, WINDOW, Knob, canonical
+from search.lease import lease
 from search.owner import owner_name
-from search.recovery import end_orphans, open_study, recover, settle, tell
+from search.recovery import close, end_orphans, open_study, recover, settle, tell
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import FrontPoint, Outcome, Spool, Store, cause_of, open_engine, safe_url
+from search.store import (
+    REFERENCE,
+    FrontPoint,
+    Outcome,
+    Spool,
+    Store,
+    cause_of,
+    open_engine,
+    patiently,
+    safe_url,
+    server_lost,
+    setting_key,
+)
 from search.summary import Summary, summarize
 from search.trial import Laboratory
 
@@ -35,6 +49,8 @@ PATCH_KEY = "environment.{}"  # of a study's definition
 STARTUP_TRIALS = 64  # of 200: drawn at random, so that every window is seen, the forbidden ones too
 FAILURES_IN_A_ROW = 10  # of one cause
 FAILURES_OF_ANY_CAUSE = 40  # in a row
+ASKS = 8  # for a setting that no other searcher is at, before that one is waited for
+LOOK_S = 1.0  # between two looks at what other searchers do
 
 SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
     "tpe": lambda seed: TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS),
@@ -54,6 +70,11 @@ class Options:
     seed: int
     timeout_s: float | None
     logs: Path
+    searcher: str = ""  # the searcher's name, where several share the study
+
+    def to_store(self) -> dict[str, Any]:
+        """What the store keeps of them."""
+        return {"engine": self.engine, "sampler": self.sampler, "seed": self.seed, "trials": self.trials}
 
 
 class StudyObserver(Observer, Protocol):
@@ -82,6 +103,11 @@ def patches_on(spec: StudySpec) -> dict[str, str]:
         raise UsageError(str(error)) from error
 
 
+def definition(spec: StudySpec) -> dict[str, Any]:
+    """What must not change while the study goes on, the environment's patches among it."""
+    return {**spec.definition(), **patches_on(spec)}
+
+
 def study_name(spec: StudySpec, engine: str) -> str:
     """The study's name in the database; simulated studies never share one with measured ones."""
     return spec.name if engine == "vllm" else f"{spec.name}-simulated"
@@ -101,20 +127,20 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     name = study_name(spec, options.engine)
     database = open_engine(options.storage)
     spool = Spool(options.storage, name)
-    store = Store(database, name, spool)
+    store = Store(database, name, spool, observer.note)
     with _database_errors(options.storage):
         end_orphans(store, observer)
-        store.define(
-            {**spec.definition(), **patches_on(spec)},
-            {"engine": options.engine, "sampler": options.sampler, "seed": options.seed, "trials": options.trials},
-        )
+        store.define(definition(spec), options.to_store())
         if waiting := store.take_in_spool():
             observer.note(f"Taken in from the spool: {waiting} measurements that the database could not take before.")
-        study = open_study(options.storage, store.study)
-        recover(study, store)
+        study = open_study(options.storage, store.study, database)
         spool.reserve()
         try:
-            with Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory:
+            with (
+                lease(store, options.searcher),
+                Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory,
+            ):
+                patiently(lambda: recover(study, store), observer.note)
                 return _search(spec, options, study, store, laboratory, observer, started)
         finally:
             spool.release()
@@ -130,15 +156,28 @@ def _search(
     started: float,
 ) -> Summary:
     if store.finished() < options.trials:
-        laboratory.measure_reference()
-        if not study.get_trials(deepcopy=False):
-            study.enqueue_trial(default_setting(spec, laboratory.native))
+        _reference_first(spec, study, store, laboratory)
         observer.opened(store.finished(), options.trials)
         _loop(spec, options, study, store, laboratory, observer, started)
     if options.confirm and options.engine == "vllm" and store.front():
         observer.searched(summarize(store, laboratory.engine_starts, time.perf_counter() - started))
         confirm(spec, store, laboratory, observer, options.confirm, options.logs)
     return summarize(store, laboratory.engine_starts, time.perf_counter() - started)
+
+
+def _reference_first(spec: StudySpec, study: optuna.Study, store: Store, laboratory: Laboratory) -> None:
+    """Measure the reference setting, once a study: searchers that start together wait for the first of them."""
+    native, owner = laboratory.native, owner_name()  # every engine starts meanwhile
+    while store.claim_reference(owner) != owner:
+        time.sleep(LOOK_S)
+        recover(study, store)  # if that searcher died
+    try:
+        laboratory.measure_reference()
+        if not study.get_trials(deepcopy=False):
+            study.enqueue_trial(default_setting(spec, native))
+    finally:
+        store.free_unfinished_slot(REFERENCE)
+    laboratory.recall()
 
 
 @contextmanager
@@ -180,19 +219,35 @@ def _loop(
 ) -> None:
     distributions = {knob.name: distribution(knob) for knob in spec.knobs}
     failed: list[Outcome] = []  # in a row
+    owner, note = owner_name(), observer.note
     while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
-        slot = store.take_slot(options.trials, owner_name())
+        slot = store.take_slot(options.trials, owner)
         if slot is None:
-            return
+            if store.finished() >= options.trials:
+                return
+            time.sleep(LOOK_S)  # others are at the last places: should one of them die, its place is taken here
+            patiently(lambda: recover(study, store), note)
+            continue
         trial: optuna.Trial | None = None
         try:
-            study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed)))
-            trial = study.ask(distributions)
-            store.assign_slot(slot, trial.number)
+            for attempt in range(ASKS):
+                study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed) + 100 * attempt))
+                trial = patiently(lambda: study.ask(distributions), note)
+                key = setting_key(canonical(trial.params, laboratory.native))
+                elsewhere = store.claim(slot, owner, trial.number, key)
+                if elsewhere is None or attempt == ASKS - 1:
+                    break
+                close(study, trial.number)
+            assert trial is not None
+            if elsewhere is not None:  # there is hardly another setting left
+                _wait_for(elsewhere, study, store)
             outcome = laboratory.run(trial.number, trial.params, slot)
-            tell(study, outcome)
+            _tell(study, outcome, trial, note)
         except SpooledError:
             raise  # the trial stays open until its outcome is taken in
+        except LostClaimError as error:
+            note(str(error))
+            continue
         except BaseException:
             with suppress(SQLAlchemyError, optuna.exceptions.StorageInternalError):  # then the next start settles it
                 if trial is not None:
@@ -207,6 +262,23 @@ def _loop(
             continue
         failed.clear()
         observer.finished(outcome, store.finished(), store.front())
+
+
+def _tell(study: optuna.Study, outcome: Outcome, trial: optuna.Trial, note: Callable[[str], None]) -> None:
+    """Tell Optuna of an outcome that is stored; after a lost connection it is looked at what has been told."""
+    try:
+        tell(study, outcome, trial)
+    except Exception as error:
+        if not server_lost(error):
+            raise
+        patiently(partial(tell, study, outcome), note)
+
+
+def _wait_for(trial: int, study: optuna.Study, store: Store) -> None:
+    """Wait until a trial that another searcher measures has ended, or its searcher has."""
+    while store.outcome(trial) is None and any(slot.trial == trial for slot in store.slots()):
+        time.sleep(LOOK_S)
+        recover(study, store)
 
 
 def _stop_if_hopeless(failed: list[Outcome]) -> None:

@@ -15,6 +15,7 @@ from search.store.models import Definition, Slot
 from search.store.schema import bring_up_to_date
 
 BUSY_TIMEOUT_S = 100
+CONNECT_TIMEOUT_S, NO_ANSWER_S = 10, 30  # a link that was cut is noticed after so long, by searcher and server
 TURN = 0x7061_7265  # "pare": the lock by which searchers on PostgreSQL take turns
 
 
@@ -84,16 +85,38 @@ def cause_of(error: Exception) -> str:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """How engines on a study database are made, ours and Optuna's: SQLite waits for locks, others notice lost links."""
-    if _parse(url).get_backend_name() == "sqlite":
+    """How engines on a study database are made: SQLite waits for locks, others notice lost links."""
+    parsed = _parse(url)
+    if parsed.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
-    return {"pool_pre_ping": True}
+    if parsed.get_backend_name() != "postgresql":
+        return {"pool_pre_ping": True}
+    # Without these a searcher behind a cut cable would wait for its answer for a quarter of an hour, and the server
+    # would keep its locks as long.
+    server = f"-c idle_in_transaction_session_timeout={NO_ANSWER_S}s -c tcp_user_timeout={NO_ANSWER_S}s"
+    arguments = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "keepalives_idle": NO_ANSWER_S // 3,
+        "keepalives_interval": NO_ANSWER_S // 6,
+        "keepalives_count": 4,
+        "tcp_user_timeout": NO_ANSWER_S * 1000,
+        "options": server,
+    }
+    arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
+    return {"pool_pre_ping": True, "pool_size": 1, "connect_args": arguments}
+
+
+def optuna_options(url: str, engine: Engine) -> dict[str, Any]:
+    """How Optuna's engine on the study database is made: with a server it shares our connection."""
+    options = engine_options(url)
+    return options if engine.dialect.name == "sqlite" else {"pool": engine.pool}
 
 
 def _take_turns(engine: Engine) -> None:
-    """Make our transactions wait for one another from their first statement, so that no two searchers cross.
+    """Make our transactions that write wait for one another from their first statement, so that no two cross.
 
-    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use.
+    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use. What only
+    reads (the execution option `reading`) waits for nobody on PostgreSQL.
     """
     if engine.dialect.name == "sqlite":
 
@@ -105,7 +128,11 @@ def _take_turns(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: sqlalchemy.Connection) -> None:
-        connection.exec_driver_sql(first)
+        reading = connection.get_execution_options().get("reading")
+        if engine.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN" if reading else first)
+        elif not reading:
+            connection.exec_driver_sql(first)
 
 
 def study_names(engine: Engine) -> list[str]:

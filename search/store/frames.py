@@ -9,7 +9,8 @@ from search.errors import SearchError
 from search.knobs import KNOWN
 from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
-from search.store.store import REFERENCE, Store
+from search.store.slots import REFERENCE
+from search.store.store import Store
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
