@@ -4,13 +4,17 @@ Nothing here is a measurement, and every row it leads to is marked `simulated`. 
 the public A10G record of google/gemma-4-E4B-it in the Fast Gemma Challenge: perplexity falls with the window
 as 2.3769 + 0.768·exp(−w ÷ 49.5), the seven cumulative acceptance rates are those of its winning setting, and
 top-k only matters when small. The step times are chosen so that the best K lies inside the range.
+
+With TAKES in the environment every change of setting takes so many seconds, as a trial does on a real engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import random
+import time
 
 from kernels.plugin import PATCHES
 from search.engine.protocol import (
@@ -29,6 +33,7 @@ from search.engine.protocol import (
 )
 from search.knobs import DRAFTS, TOP_K, WINDOW
 
+TAKES = "VLLM_PARETO_SIMULATED_S"
 NATIVE_WINDOW, NATIVE_TOP_K, VOCABULARY = 512, 32, 262_144
 ACCEPTANCE = (0.729, 0.554, 0.439, 0.361, 0.302, 0.252, 0.213)
 DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so many timed prompts
@@ -38,7 +43,7 @@ STEP_MS, STEP_MS_A_ROW, STEP_MS_A_KEY, DRAFT_MS = 5.2, 0.12, 0.0012, 0.35
 
 
 class SimulatedEngine:
-    """Computes what a worker would measure; takes no time to speak of."""
+    """Computes what a worker would measure; takes no time to speak of, unless it is told to."""
 
     def load(self, request: Load) -> Loaded:
         """Any model will do; it is not opened."""
@@ -63,6 +68,8 @@ class SimulatedEngine:
             if name == DRAFTS and int(value) > int(self._limits.get(DRAFTS, 0)):
                 raise EngineError("bad-setting", f"K {value} is over the limit of {self._limits.get(DRAFTS, 0)}.")
         self._setting |= request.setting
+        if request.probe:
+            time.sleep(float(os.environ.get(TAKES, 0)))
         return Applied(effective=dict(self._setting), apply_s=0.0)
 
     def score(self, request: Score) -> Scored:
