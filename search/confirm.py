@@ -36,11 +36,12 @@ PROCESSES = 2  # that whoever leads must have been served in before it wins
 
 @dataclass(frozen=True)
 class PlainEvidence:
-    """What the model says without drafts: at the reference setting, and at each finalist's window."""
+    """What the model says without drafts on one card: at the reference setting, and at each finalist's window."""
 
     reference: dict[str, Plain]
     by_trial: dict[int, dict[str, Plain]]
     held_out_scores: dict[str, gate.RecordScore]
+    card: str | None
 
 
 def finalists(store: Store, count: int) -> list[Outcome]:
@@ -57,7 +58,9 @@ def finalists(store: Store, count: int) -> list[Outcome]:
 def confirm(
     spec: StudySpec, store: Store, laboratory: Laboratory, observer: Observer, count: int, logs: Path
 ) -> list[Confirmation]:
-    """Confirm `count` finalists; those already confirmed are not measured again. Returns all, the winner first.
+    """Confirm `count` finalists; those already confirmed on this card are not measured again.
+
+    Returns all, the winner first.
 
     A finalist whose server failed is tried again when the search is.
 
@@ -67,6 +70,7 @@ def confirm(
     chosen = finalists(store, count)
     missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial))]
     if missing:
+        missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial), laboratory.card)]
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         try:
             evidence = laboratory.insist("Plain decoding", lambda: _plain_evidence(spec, laboratory, missing))
@@ -85,9 +89,14 @@ def confirm(
     return store.confirmations()
 
 
-def _complete(found: Confirmation | None) -> bool:
-    """Whether a finalist was measured to the end; its server may have failed, or an earlier release measured less."""
-    return found is not None and "pace_elasticity" in found.figures
+def _complete(found: Confirmation | None, card: str | None = None) -> bool:
+    """Whether a finalist was measured to the end; its server may have failed, or an earlier release measured less.
+
+    With a `card`: on that one, or before cards were told apart.
+    """
+    if found is None or "pace_elasticity" not in found.figures:
+        return False
+    return card is None or found.figures.get("card") in (None, card)
 
 
 def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[Outcome]) -> PlainEvidence:
@@ -103,6 +112,7 @@ def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[
         reference=tokens[setting_key(reference)],
         by_trial={trial: tokens[setting_key(setting)] for trial, setting in settings.items()},
         held_out_scores=laboratory.plain.scores(reference, spec.held_out_records()),
+        card=laboratory.card,
     )
 
 
@@ -234,6 +244,7 @@ def _measure(
             "tune": _timed(of_tune) if of_tune else None,
             "effective": effective,
             "tokens": dict(sorted(outputs.items())),
+            "card": evidence.card,
         }
     )
     _claim_at(found, elasticity([speed.paces]), tokens)

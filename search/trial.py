@@ -94,6 +94,12 @@ class Laboratory:
         """How many engines were started."""
         return self._session.starts
 
+    @property
+    def card(self) -> str | None:
+        """The card that is measured on; starts the engine if there is none."""
+        self._session.loaded()
+        return self._environment().card
+
     def end_worker(self) -> None:
         """End the worker; a later measurement starts another."""
         self._session.end()
