@@ -117,6 +117,8 @@ def run_searcher(start: Start, board: ActorHandle[Board]) -> End:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)  # see RAY_worker_niceness; a cluster's Ray may not have been told
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     report = Reporter(start.options.searcher.partition(" ")[2], board)
@@ -320,6 +322,7 @@ def _ray(fleet: Fleet, logs: Path) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # says nothing to anybody
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15, otherwise: whatever else runs would slow what is timed
     import ray
 
     handlers = {sign: signal.getsignal(sign) for sign in SIGNALS}

@@ -86,7 +86,10 @@ def frames(store: Store) -> Frames:
         stages=_table([_stage(m) for m in stages], STAGE_COLUMNS),
         confirmations=_table([_confirmation(c) for c in store.confirmations()], CONFIRMATION_COLUMNS),
         environments=pd.DataFrame(
-            [{**e.facts, "card": e.card, "start_s": e.start_s, "started_at": e.created_at} for e in store.environments()]
+            [
+                {**e.facts, "card": e.card, "start_s": e.start_s, "started_at": e.created_at}
+                for e in store.environments()
+            ]
         ),
     )
 
