@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -142,7 +143,8 @@ def settle(study: optuna.Study, store: Store, number: int) -> None:
     """Close a trial whose searcher stopped: told if its outcome is stored, otherwise asked again later."""
     outcome = store.outcome(number)
     if outcome is not None:
-        tell(study, outcome)
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another was quicker
+            tell(study, outcome)
     elif close(study, number):
         trial = _trial(study, number)
         params = trial.params or trial.system_attrs.get("fixed_params")

@@ -234,8 +234,9 @@ def _loop(
                 study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed) + 100 * attempt))
                 trial = patiently(lambda: study.ask(distributions), note)
                 key = setting_key(canonical(trial.params, laboratory.native))
-                elsewhere = store.claim(slot, owner, trial.number, key)
-                if elsewhere is None or attempt == ASKS - 1:
+                last = attempt == ASKS - 1
+                elsewhere = store.claim(slot, owner, trial.number, key, wait=last)
+                if elsewhere is None or last:
                     break
                 close(study, trial.number)
             assert trial is not None

@@ -44,7 +44,7 @@ knobs:
   sliding_window: {low: 16, high: 512, step: 4}
   centroid_top_k: {low: 1, high: 128}
   num_speculative_tokens: {low: 0, high: 10, default: 4}
-workload: {prompts: prompts.jsonl, output_tokens: 64}
+workload: {prompts: prompts.jsonl, output_tokens: 64, control: {trials: 1000000}}
 gate: {records: records.jsonl, ceiling: {ratio: 1.05}}
 """
 PARTS = ("take_slot", "ask", "claim", "finish", "tell")

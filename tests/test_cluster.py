@@ -148,8 +148,9 @@ def test_a_killed_searcher_a_restarted_database_and_a_cut_network_cost_time_and_
 def restart(postgres):
     """Restart the server; whoever is connected is thrown out."""
     from pgserver._commands import pg_ctl
-    from pgserver.utils import PostmasterInfo
+    from pgserver.utils import PostmasterInfo, ensure_prefix_permissions
 
+    ensure_prefix_permissions(postgres.pgdata)  # another pytest that has begun meanwhile takes them away
     pg_ctl(["-w", "-m", "fast", "restart"], pgdata=postgres.pgdata, user=postgres.system_user)
     postgres._postmaster_info = PostmasterInfo.read_from_pgdata(postgres.pgdata)
 

@@ -171,9 +171,12 @@ def test_a_setting_is_claimed_by_one_searcher_at_a_time(store):
         assert store.take_slot(3, owner) == slot
     assert store.claim(0, "a", 10, "x") is None
     assert store.claim(1, "b", 11, "x") == 10
-    assert store.claim(1, "b", 12, "y") is None  # so another was asked for
+    assert [slot.trial for slot in store.slots()] == [10, None, None]  # b's place is not that trial's: it asks again
+    assert store.claim(1, "b", 12, "y") is None
     store.finish(outcome(10), slot=0)
-    assert store.claim(2, "c", 13, "x") is None  # it stands measured, and can be reused
+    assert store.claim(2, "c", 13, "y", wait=True) == 12  # holds the place, and waits
+    assert [slot.trial for slot in store.slots()] == [12, 13]
+    assert store.claim(2, "c", 14, "x") is None  # it stands measured, and can be reused
 
 
 def test_a_place_is_taken_once_though_the_answer_was_lost_on_the_way(store):

@@ -21,6 +21,7 @@ OTHER_BUILD = (
     "The model or the engine's build is not the one that the study's reference was measured on, and their figures "
     "cannot be compared: start a new study (another --storage)."
 )
+REMEMBER_S = 0.5  # between two writes of scores: a GPU scores a record in a few milliseconds
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
 
 
@@ -142,17 +143,24 @@ class PerplexityStage(Stage):
     ) -> dict[str, gate.RecordScore]:
         """Score records one by one, after those `known`; returns both.
 
-        With a `key` each is remembered at once: whatever happens next, it need not be scored again. With `known`
-        scores, even none, it ends as soon as the verdict is over.
+        With a `key` they are remembered every REMEMBER_S and at the end, also at an untimely one: what was scored need
+        not be scored again. With `known` scores, even none, it ends as soon as the verdict is over.
         """
         scores = dict(known or {})
-        for number, record in enumerate(map(self._records.__getitem__, records)):
-            self._observer.stage(trial, setting, "gate", number, len(records))
-            scores[record.id] = score(self._session, record)
-            if key is not None:
-                self._store.remember_scores(key, {record.id: scores[record.id]})
-            if known is not None and self._judge(scores).outcome == "over":
-                break
+        new: dict[str, gate.RecordScore] = {}
+        remembered_at = time.monotonic()
+        try:
+            for number, record in enumerate(map(self._records.__getitem__, records)):
+                self._observer.stage(trial, setting, "gate", number, len(records))
+                scores[record.id] = new[record.id] = score(self._session, record)
+                if key is not None and time.monotonic() - remembered_at > REMEMBER_S:
+                    self._store.remember_scores(key, new)
+                    new, remembered_at = {}, time.monotonic()
+                if known is not None and self._judge(scores).outcome == "over":
+                    break
+        finally:
+            if key is not None and new:
+                self._store.remember_scores(key, new)
         return scores
 
     def _forget(self, shift: float) -> None:

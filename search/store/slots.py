@@ -52,8 +52,18 @@ class Slots:
             return free
 
     @patient
-    def claim(self, ordinal: int, owner: str, trial: int, setting_key: str) -> int | None:
-        """Say which trial holds a place and what it measures; the trial that is at the same setting, if one is.
+    def claim(self, ordinal: int, owner: str, trial: int, setting_key: str, *, wait: bool = False) -> int | None:
+        """Let a trial hold a place, with what it measures, unless another trial is at the same setting.
+
+        Args:
+            ordinal: the place.
+            owner: who took it.
+            trial: Optuna's number.
+            setting_key: what it is to measure.
+            wait: let the trial hold the place in any case; it will wait for the other.
+
+        Returns:
+            The trial that is at the same setting, or None: then this one may be measured.
 
         Raises:
             LostClaimError: the place is not `owner`'s any more.
@@ -69,8 +79,9 @@ class Slots:
             if place is None or place.owner != owner:
                 raise LostClaimError(trial)
             other = session.scalars(at_it).first()
-            place.trial = trial
-            place.setting_key = setting_key if other is None else None
+            if other is None or wait:  # else the place is still that of one who asks: see `recovery.recover`
+                place.trial = trial
+                place.setting_key = setting_key if other is None else None
             return other
 
     @patient
