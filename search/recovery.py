@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -20,11 +21,12 @@ from search.engine.group import end_marked
 from search.errors import SearchError
 from search.owner import on_this_host, owner_lives, owner_name
 from search.stages import Observer
+from search.storage import SharedStorage, shared_storage
 from search.store import REFERENCE, Outcome, Store, cause_of, full_url, optuna_options, safe_url
 
 OPEN_WAIT_S = 60.0  # for another searcher that is making Optuna's tables
 LEASE_S = 180.0  # of a searcher on another host: more than the two minutes for which a network may be cut
-CONSTRAINT = "ppl"
+CONSTRAINT = "constraints:ppl"  # where Optuna looks for the constraint named ppl
 
 
 def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
@@ -36,7 +38,7 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
     deadline = time.monotonic() + OPEN_WAIT_S
     while True:
         try:
-            storage = optuna.storages.RDBStorage(full_url(url), engine_kwargs=optuna_options(url, engine))
+            storage = SharedStorage(full_url(url), optuna_options(url, engine))
             study = optuna.create_study(
                 storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
             )
@@ -52,18 +54,32 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
             time.sleep(0.5)
 
 
+def ask(study: optuna.Study, distributions: Mapping[str, BaseDistribution]) -> optuna.Trial:
+    """A trial that Optuna proposes: `study.ask`, with one reading of the others and one transaction for what it draws.
+
+    The trial is made in a transaction of its own, for which others wait; drawing keeps nobody waiting.
+    """
+    storage = shared_storage(study)
+    with storage.reading_once():
+        trial = study.ask()
+        with storage.together():
+            for name, distribution in distributions.items():
+                trial._suggest(name, distribution)
+    return trial
+
+
 def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = None) -> None:
     """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned.
 
     A trial that has been told stays as it is. `asked`, the trial as it was asked for, saves reading it again.
     """
-    trial, told_before = asked, False
-    if trial is None:
-        frozen = _trial(study, outcome.trial)
-        if frozen.state.is_finished():
+    if asked is not None:
+        trial_id = asked._trial_id
+    else:
+        trial = _trial(study, outcome.trial)
+        if trial.state.is_finished():
             return
-        trial = optuna.trial.Trial(study, frozen._trial_id)
-        told_before = CONSTRAINT in frozen.constraints  # by a searcher that was killed before it could finish
+        trial_id = trial._trial_id
     attributes = {
         "setting": outcome.setting,
         "ppl": outcome.ppl,
@@ -76,16 +92,17 @@ def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = Non
         "warning": outcome.warning,
         "simulated": outcome.simulated or None,
     }
-    for name, value in attributes.items():
-        if value is not None:
-            trial.set_user_attr(name, value)
-    if outcome.excess is not None and not told_before:
-        trial.set_constraint(CONSTRAINT, outcome.excess)
+    values = None
     if outcome.state == "COMPLETE":
         assert outcome.tps is not None and outcome.ppl is not None
-        study.tell(trial, [outcome.tps, outcome.ppl])
-    else:
-        study.tell(trial, state=TrialState[outcome.state])
+        values = [outcome.tps, outcome.ppl]
+    shared_storage(study).end_trial(
+        trial_id,
+        TrialState[outcome.state],
+        values,
+        {name: value for name, value in attributes.items() if value is not None},
+        {CONSTRAINT: outcome.excess} if outcome.excess is not None else {},
+    )
 
 
 def end_orphans(store: Store, observer: Observer) -> None:

@@ -26,7 +26,7 @@ from search.inputs import check_inputs
 from search.knobs import TOP_K, WINDOW, Knob, canonical
 from search.lease import lease
 from search.owner import owner_name
-from search.recovery import close, end_orphans, open_study, recover, settle, tell
+from search.recovery import ask, close, end_orphans, open_study, recover, settle, tell
 from search.spec import StudySpec
 from search.stages import Observer
 from search.store import (
@@ -168,15 +168,22 @@ def _search(
 def _reference_first(spec: StudySpec, study: optuna.Study, store: Store, laboratory: Laboratory) -> None:
     """Measure the reference setting, once a study: searchers that start together wait for the first of them."""
     native, owner = laboratory.native, owner_name()  # every engine starts meanwhile
-    while store.claim_reference(owner) != owner:
-        time.sleep(LOOK_S)
-        recover(study, store)  # if that searcher died
-    try:
-        laboratory.measure_reference()
-        if not study.get_trials(deepcopy=False):
-            study.enqueue_trial(default_setting(spec, native))
-    finally:
-        store.free_unfinished_slot(REFERENCE)
+
+    def begun() -> bool:
+        return store.outcome(REFERENCE) is not None and bool(study.get_trials(deepcopy=False))
+
+    while not begun():
+        if store.claim_reference(owner) != owner:
+            time.sleep(LOOK_S)
+            recover(study, store)  # if that searcher died
+            continue
+        try:
+            laboratory.measure_reference()
+            if not study.get_trials(deepcopy=False):
+                study.enqueue_trial(default_setting(spec, native))
+        finally:
+            store.free_unfinished_slot(REFERENCE)
+    laboratory.measure_reference()
     laboratory.recall()
 
 
@@ -232,7 +239,7 @@ def _loop(
         try:
             for attempt in range(ASKS):
                 study.sampler = SAMPLERS[options.sampler](_seed(options.seed, slot, len(failed) + 100 * attempt))
-                trial = patiently(lambda: study.ask(distributions), note)
+                trial = patiently(lambda: ask(study, distributions), note)
                 key = setting_key(canonical(trial.params, laboratory.native))
                 last = attempt == ASKS - 1
                 elsewhere = store.claim(slot, owner, trial.number, key, wait=last)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Engine, create_engine, delete, event, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Engine, create_engine, delete, event, func, select
+from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from search.errors import SearchError, UsageError
 from search.secrets import redact
@@ -16,6 +19,7 @@ from search.store.schema import bring_up_to_date
 
 BUSY_TIMEOUT_S = 100
 CONNECT_TIMEOUT_S, NO_ANSWER_S = 10, 30  # a link that was cut is noticed after so long, by searcher and server
+PING_AFTER_S = 1.0
 TURN = 0x7061_7265  # "pare": the lock by which searchers on PostgreSQL take turns
 
 
@@ -71,6 +75,8 @@ def open_engine(url: str, *, must_exist: bool = False) -> Engine:
     try:
         engine = create_engine(_parse(url), **engine_options(url))
         _take_turns(engine)
+        if engine.dialect.name == "postgresql":
+            _look_at_idle_connections(engine)
         with engine.begin() as connection:
             bring_up_to_date(connection)
             connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
@@ -90,7 +96,7 @@ def engine_options(url: str) -> dict[str, Any]:
     if parsed.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
     if parsed.get_backend_name() != "postgresql":
-        return {"pool_pre_ping": True}
+        return {"pool_pre_ping": True}  # MySQL, say
     # Without these a searcher behind a cut cable would wait for its answer for a quarter of an hour, and the server
     # would keep its locks as long.
     server = f"-c idle_in_transaction_session_timeout={NO_ANSWER_S}s -c tcp_user_timeout={NO_ANSWER_S}s"
@@ -103,7 +109,7 @@ def engine_options(url: str) -> dict[str, Any]:
         "options": server,
     }
     arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
-    return {"pool_pre_ping": True, "pool_size": 1, "connect_args": arguments}
+    return {"pool_size": 1, "connect_args": arguments}
 
 
 def optuna_options(url: str, engine: Engine) -> dict[str, Any]:
@@ -116,7 +122,8 @@ def _take_turns(engine: Engine) -> None:
     """Make our transactions that write wait for one another from their first statement, so that no two cross.
 
     They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use. What only
-    reads (the execution option `reading`) waits for nobody on PostgreSQL.
+    reads (the execution option `reading`) waits for nobody on PostgreSQL, nor does what writes under locks of its own
+    (`alone`): where many searchers share a few cores, whoever holds a lock is seldom the one that runs.
     """
     if engine.dialect.name == "sqlite":
 
@@ -128,11 +135,34 @@ def _take_turns(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: sqlalchemy.Connection) -> None:
-        reading = connection.get_execution_options().get("reading")
+        options = connection.get_execution_options()
         if engine.dialect.name == "sqlite":
-            connection.exec_driver_sql("BEGIN" if reading else first)
-        elif not reading:
+            connection.exec_driver_sql("BEGIN" if options.get("reading") else first)
+        elif not options.get("reading") and not options.get("alone"):
             connection.exec_driver_sql(first)
+
+
+def _look_at_idle_connections(engine: Engine) -> None:
+    """Look whether a connection still stands, before it is used, only where it was idle: a trial uses it 100 times."""
+
+    @event.listens_for(engine, "checkin")
+    def checkin(_connection: Any, record: Any) -> None:
+        record.info["idle_since"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def checkout(connection: Any, record: Any, _proxy: Any) -> None:
+        if time.monotonic() - record.info.get("idle_since", float("inf")) > PING_AFTER_S:
+            try:
+                engine.dialect.do_ping(connection)
+            except engine.dialect.dbapi.Error as error:  # type: ignore[union-attr]
+                raise DisconnectionError from error  # the pool opens another
+
+
+def take_turn(session: Session, what: str) -> None:
+    """Inside a transaction on PostgreSQL: wait for others that have taken this turn, until their transactions end."""
+    if session.get_bind().dialect.name == "postgresql":
+        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big", signed=True)
+        session.execute(select(func.pg_advisory_xact_lock(number)))
 
 
 def study_names(engine: Engine) -> list[str]:

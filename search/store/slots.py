@@ -8,6 +8,7 @@ from sqlalchemy import Engine, delete, func, or_, select, update
 from sqlalchemy.orm import sessionmaker
 
 from search.errors import LostClaimError
+from search.store.database import take_turn
 from search.store.models import Searcher, Slot
 from search.store.patience import patient
 
@@ -28,6 +29,7 @@ class Slots:
 
     def __init__(self, engine: Engine, study: str, note: Callable[[str], None] = lambda text: None) -> None:
         self._session = sessionmaker(engine, expire_on_commit=False)  # rows outlive their session
+        self._alone = sessionmaker(engine.execution_options(alone=True), expire_on_commit=False)
         self._reading = sessionmaker(engine.execution_options(reading=True), expire_on_commit=False)
         self.study = study
         self.note = note
@@ -40,11 +42,11 @@ class Slots:
         with self._session() as session, session.begin():
             if (mine := session.scalars(unused).first()) is not None:  # taken, but the answer was lost on the way
                 return mine
-            count = session.scalar(select(func.count()).where(*here)) or 0
+            count, last = session.execute(select(func.count(), func.max(Slot.ordinal)).where(*here)).one()
             if count >= total:
                 return None
             free: int | None = count
-            if session.scalar(select(func.max(Slot.ordinal)).where(*here)) not in (None, count - 1):  # there are gaps
+            if last not in (None, count - 1):  # there are gaps
                 taken = set(session.scalars(select(Slot.ordinal).where(*here)))
                 free = next((n for n in range(total) if n not in taken), None)
             if free is not None:
@@ -74,8 +76,9 @@ class Slots:
             Slot.finished.is_(False),
             Slot.ordinal != ordinal,
         )
-        with self._session() as session, session.begin():
-            place = session.get(Slot, (self.study, ordinal))
+        with self._alone() as session, session.begin():
+            take_turn(session, f"{self.study} {setting_key}")
+            place = session.get(Slot, (self.study, ordinal), with_for_update=True)
             if place is None or place.owner != owner:
                 raise LostClaimError(trial)
             other = session.scalars(at_it).first()
@@ -98,14 +101,14 @@ class Slots:
     def take_over(self, ordinal: int, owner: str, heir: str) -> bool:
         """Make `owner`'s unfinished place `heir`'s; False where another was quicker."""
         mine = Slot.study == self.study, Slot.ordinal == ordinal, Slot.owner == owner, Slot.finished.is_(False)
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             changed = session.execute(update(Slot).where(*mine).values(owner=heir))
             return bool(changed.rowcount)  # type: ignore[attr-defined]
 
     @patient
     def free_unfinished_slot(self, ordinal: int) -> None:
         """Give a place back, unless its trial finished."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.execute(
                 delete(Slot).where(Slot.study == self.study, Slot.ordinal == ordinal, Slot.finished.is_(False))
             )
@@ -129,19 +132,19 @@ class Slots:
     @patient
     def searcher_started(self, owner: str, name: str) -> None:
         """A searcher begins; an earlier one of that name has ended, whether or not it said so."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.execute(delete(Searcher).where(or_(Searcher.owner == owner, Searcher.name == name)))
             now = func.now()
             session.add(Searcher(owner=owner, study=self.study, name=name, renewed_at=now, started_at=now))
 
     def renew(self, owner: str) -> None:
         """A searcher is at work still. The database's clock counts, as hosts' clocks differ."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.execute(update(Searcher).where(Searcher.owner == owner).values(renewed_at=func.now()))
 
     def searchers_ended(self, names: Collection[str]) -> None:
         """The searchers of these names work no more."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.execute(delete(Searcher).where(Searcher.name.in_(names)))
 
     @patient

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, selectinload
 from search.errors import LostClaimError, SpooledError, UsageError
 from search.gate import RecordScore
 from search.owner import on_this_host, owner_lives, owner_name
-from search.store.database import cause_of
+from search.store.database import cause_of, take_turn
 from search.store.front import pareto_front
 from search.store.models import (
     Confirmation,
@@ -128,12 +128,12 @@ class Store(Slots):
     @patient
     def process_started(self, mark: str, what: str) -> None:
         """A process group whose members carry `mark` is about to be started."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.merge(Process(mark=mark, owner=owner_name(), what=what))
 
     def process_ended(self, mark: str) -> None:
         """All of a process group is gone; where that cannot be noted, the next start sees it."""
-        with suppress(SQLAlchemyError), self._session() as session, session.begin():
+        with suppress(SQLAlchemyError), self._alone() as session, session.begin():
             session.execute(delete(Process).where(Process.mark == mark))
 
     @patient
@@ -148,14 +148,14 @@ class Store(Slots):
     @patient
     def add_environment(self, environment: Environment) -> int:
         """Write one; returns its id."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.add(environment)
             session.flush()
             return environment.id
 
     def add_facts(self, environment: int, facts: Mapping[str, Any]) -> None:
         """Add to what is known of an environment; where that cannot be noted, nothing else is lost."""
-        with suppress(SQLAlchemyError), self._session() as session, session.begin():
+        with suppress(SQLAlchemyError), self._alone() as session, session.begin():
             row = session.get_one(Environment, environment)
             row.facts = {**row.facts, **facts}
 
@@ -163,7 +163,7 @@ class Store(Slots):
         """Write measurements with their timings."""
 
         def write() -> None:
-            with self._session() as session, session.begin():
+            with self._alone() as session, session.begin():
                 session.add_all(m for m in measurements if not self._is_there(session, m))
 
         for measurement in measurements:
@@ -190,7 +190,8 @@ class Store(Slots):
         """Add record scores; those already there stay as they are."""
 
         def write() -> None:
-            with self._session() as session, session.begin():
+            with self._alone() as session, session.begin():
+                take_turn(session, gate_key)
                 among = RecordScoreRow.gate_key == gate_key, RecordScoreRow.record.in_(scores)
                 there = set(session.scalars(select(RecordScoreRow.record).where(*among)))
                 session.add_all(
@@ -214,26 +215,37 @@ class Store(Slots):
             patiently(lambda: self._finish(outcome, measurements, slot), self.note)
 
     def _finish(self, outcome: Outcome, measurements: Sequence[Measurement], slot: int | None) -> None:
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
+            place = session.get(Slot, (self.study, slot), with_for_update=True) if slot is not None else None
             if session.get(Outcome, (self.study, outcome.trial)) is not None:
                 return
             if slot is not None:
-                place = session.get(Slot, (self.study, slot))
                 if place is None or place.trial != outcome.trial:
                     raise LostClaimError(outcome.trial)
                 place.finished = True
             session.add_all(measurements)
             session.add(outcome)
-            if outcome.state != "COMPLETE" or outcome.trial == REFERENCE:
-                return
-            stored = session.scalars(select(FrontPoint).where(FrontPoint.study == self.study)).all()
-            points = sorted([*stored, _front_point(outcome)], key=lambda point: point.trial)
-            front = pareto_front(points)
-            for point in points:
-                if point in front and point not in stored:
-                    session.add(point)
-                elif point in stored and point not in front:
-                    session.delete(point)
+            if outcome.state == "COMPLETE" and outcome.trial != REFERENCE and self._moves_front(session, outcome):
+                take_turn(session, f"front of {self.study}")
+                self._move_front(session, outcome)
+
+    def _moves_front(self, session: Session, outcome: Outcome) -> bool:
+        """Whether a trial may reach the front; one that stands behind it now stands behind any later one."""
+        point = _front_point(outcome)
+        return point in pareto_front(sorted([*self._front(session), point], key=lambda p: p.trial))
+
+    def _move_front(self, session: Session, outcome: Outcome) -> None:
+        stored = self._front(session)
+        points = sorted([*stored, _front_point(outcome)], key=lambda point: point.trial)
+        front = pareto_front(points)
+        for point in points:
+            if point in front and point not in stored:
+                session.add(point)
+            elif point in stored and point not in front:
+                session.delete(point)
+
+    def _front(self, session: Session) -> list[FrontPoint]:
+        return list(session.scalars(select(FrontPoint).where(FrontPoint.study == self.study)))
 
     # Reading --------------------------------------------------------------------------------------------
 
