@@ -7,17 +7,13 @@ are; finalists are confirmed at the end, by one searcher on one card.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-import signal
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -26,11 +22,12 @@ from search.card import SHARE
 from search.errors import SearchError, UsageError
 from search.fleet import Fleet, check_fleet
 from search.inputs import check_inputs
-from search.interrupt import SIGNALS
+from search.ray_running import ray_running
 from search.recovery import open_study, recover
+from search.searcher import Board, End, Start, run_searcher
 from search.spec import StudySpec
-from search.store import REFERENCE, FrontPoint, Outcome, Store, open_engine
-from search.study import Options, StudyObserver, definition, search, study_name
+from search.store import Store, open_engine
+from search.study import Options, StudyObserver, definition, study_name
 from search.summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -40,97 +37,6 @@ if TYPE_CHECKING:
 RESTARTS = 20  # of one searcher; a host that is taken away does not count
 POLL_S = 0.5
 STOP_S = 4.0  # in which searchers that were told to stop have to be done
-SAY_S = 1.0  # between two words on what a searcher is at
-OBJECT_STORE_BYTES = 100 << 20  # a few messages
-
-
-@dataclass(frozen=True)
-class Start:
-    """What one searcher is started with; `cores` are those of this host that it may use, none: all."""
-
-    spec: StudySpec
-    options: Options
-    folder: Path
-    environment: Mapping[str, str | None]
-    cores: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class End:
-    """How a searcher ended; `error` is why it could not go on."""
-
-    engine_starts: int = 0
-    error: str | None = None
-    exit_code: int = 0
-
-
-class Board:
-    """Holds what searchers say until it is read: notes (text), or stages (the arguments of `Observer.stage`)."""
-
-    def __init__(self) -> None:
-        self._said: list[str | tuple[Any, ...]] = []
-
-    def say(self, what: str | tuple[Any, ...]) -> None:
-        """Add something."""
-        self._said.append(what)
-
-    def take(self) -> list[str | tuple[Any, ...]]:
-        """What was said since it was last asked for."""
-        said, self._said = self._said, []
-        return said
-
-
-class Reporter:
-    """A searcher's observer: says on the board what the database does not hold."""
-
-    def __init__(self, name: str, board: ActorHandle[Board]) -> None:
-        self._name = name
-        self._board = board
-        self._said_at = 0.0
-        self._last: tuple[int, str] | None = None
-
-    def note(self, text: str) -> None:
-        """A line, with who says it."""
-        self._board.say.remote(f"{self._name}: {text}")
-
-    def stage(self, trial: int, setting: Mapping[str, Any], stage: str, done: int, total: int) -> None:
-        """What it is at, now and then; every stage of the reference, which takes long."""
-        new = trial == REFERENCE and self._last != (trial, stage)
-        if new or time.monotonic() - self._said_at > SAY_S:
-            self._said_at, self._last = time.monotonic(), (trial, stage)
-            self._board.say.remote((trial, dict(setting), stage, done, total))
-
-    def opened(self, finished: int, total: int) -> None:
-        """Nothing to say."""
-
-    def finished(self, outcome: Outcome, finished: int, front: Sequence[FrontPoint]) -> None:
-        """It is in the database."""
-
-    def searched(self, summary: Summary) -> None:
-        """It is in the database."""
-
-
-def run_searcher(start: Start, board: ActorHandle[Board]) -> End:
-    """One searcher, in a process that Ray has placed and that sees one card."""
-    for name, value in start.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, 0)  # see RAY_worker_niceness; a cluster's Ray may not have been told
-    if start.cores:
-        os.sched_setaffinity(0, start.cores)
-    report = Reporter(start.options.searcher.partition(" ")[2], board)
-    host = socket.gethostname()
-    try:
-        if not start.folder.is_dir() or not start.spec.path.is_file():
-            raise UsageError(f"{host} has no {start.spec.path}: the study has to lie at the same place on every host.")
-        report.note(f"on {host}, card {os.environ.get('CUDA_VISIBLE_DEVICES') or start.environment.get(SHARE) or ''}")
-        summary = search(start.spec, start.options, report)
-    except SearchError as error:
-        return End(error=str(error), exit_code=error.exit_code)
-    return End(engine_starts=summary.engine_starts)
 
 
 def search_together(spec: StudySpec, options: Options, fleet: Fleet, observer: StudyObserver) -> Summary:
@@ -147,7 +53,7 @@ def search_together(spec: StudySpec, options: Options, fleet: Fleet, observer: S
     database = open_engine(options.storage)
     store = Store(database, study_name(spec, options.engine), note=observer.note)
     store.define(definition(spec), options.to_store())
-    with _ray(fleet, options.logs):
+    with ray_running(fleet, options.logs):
         searchers = Searchers(spec, options, fleet, store, observer, started)
         try:
             observer.opened(store.finished(), options.trials)
@@ -311,47 +217,3 @@ def _cores(share: int, fleet: Fleet) -> tuple[int, ...]:
     cores = sorted(os.sched_getaffinity(0))
     divide = fleet.address is None and 1 < fleet.cpus <= len(cores)
     return tuple(cores[share :: fleet.cpus]) if divide else ()
-
-
-@contextmanager
-def _ray(fleet: Fleet, logs: Path) -> Iterator[None]:
-    """Inside, Ray runs: a local one of this process, or a cluster's. What it prints goes to ray.log in `logs`.
-
-    Raises:
-        SearchError: it does not start, or is not to be reached.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # says nothing to anybody
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # 15, otherwise: whatever else runs would slow what is timed
-    import ray
-
-    handlers = {sign: signal.getsignal(sign) for sign in SIGNALS}
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if fleet.address is not None:
-            ray.init(address=fleet.address, **quiet)
-        else:
-            if fleet.gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, fleet.gpus))
-            count = fleet.cpus or len(fleet.gpus)
-            ray.init(
-                address="local",
-                _node_ip_address="127.0.0.1",  # nobody else has business here
-                num_cpus=count,
-                num_gpus=len(fleet.gpus),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                **quiet,
-            )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = f"Ray at {fleet.address} cannot be reached" if fleet.address is not None else "Ray does not start here"
-        raise SearchError(f"{where}: {str(error).strip().splitlines()[0]}") from error
-    finally:
-        for sign, handler in handlers.items():  # Ray puts its own in place
-            signal.signal(sign, handler)
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / "ray.log").open("a") as log, redirect_stdout(log):
-        try:
-            yield
-        finally:
-            ray.shutdown()

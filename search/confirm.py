@@ -68,9 +68,11 @@ def confirm(
         SearchError: the engine does not start, or does not decode without drafts.
     """
     chosen = finalists(store, count)
-    missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial))]
+    missing: list[Outcome] = []
+    if not _settled(store, chosen):  # else it does not matter which card this is
+        running = _in_the_running(store, chosen)
+        missing = [outcome for outcome in running if not _complete(store.confirmation(outcome.trial), laboratory.card)]
     if missing:
-        missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial), laboratory.card)]
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         try:
             evidence = laboratory.insist("Plain decoding", lambda: _plain_evidence(spec, laboratory, missing))
@@ -87,6 +89,21 @@ def confirm(
         if again := store.confirmation(leader.trial):
             observer.note(f"Served trial {leader.trial} again: {_verdict(again)}")
     return store.confirmations()
+
+
+def _settled(store: Store, chosen: Sequence[Outcome]) -> bool:
+    """Whether nothing is left to measure: every finalist is confirmed, and whoever leads was served often enough."""
+    leader = store.winner()
+    return all(_complete(store.confirmation(outcome.trial)) for outcome in chosen) and (
+        leader is None or len(leader.figures["processes"]) >= PROCESSES
+    )
+
+
+def _in_the_running(store: Store, chosen: Sequence[Outcome]) -> list[Outcome]:
+    """The finalists, and others that may still win: a claim on one card is not held against one on another."""
+    known = {outcome.trial for outcome in chosen}
+    earlier = [c.trial for c in store.confirmations() if c.eligible and c.trial not in known]
+    return [*chosen, *filter(None, map(store.outcome, earlier))]
 
 
 def _complete(found: Confirmation | None, card: str | None = None) -> bool:

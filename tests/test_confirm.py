@@ -133,3 +133,14 @@ def test_all_finalists_are_confirmed_on_one_card(confirm):
     store, notes, _ = confirm(card="card 1")
     assert any("Confirming 2 finalists" in note for note in notes)
     assert {c.figures["card"] for c in store.confirmations()} == {"card 1"}
+
+
+def test_a_leader_is_served_again_on_the_card_that_it_was_confirmed_on_or_all_are_confirmed_anew(confirm, monkeypatch):
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(confirming, "PROCESSES", 1)
+        store, _, _ = confirm()
+    assert len(store.winner().figures["processes"]) == 1
+    store, notes, _ = confirm(card="card 1")
+    assert any("Confirming 2 finalists" in note for note in notes)
+    assert {c.figures["card"] for c in store.confirmations()} == {"card 1"}
+    assert len(store.winner().figures["processes"]) == 2
