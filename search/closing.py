@@ -43,6 +43,19 @@ def found(summary: Summary) -> list[str]:
         f"{best['tps']:.1f} tok/s [{best['tps_low']:.1f}, {best['tps_high']:.1f}], "
         f"{best['tps'] / reference.tps:.2f} × the reference's {reference.tps:.1f}; perplexity {best['ppl']:.4f} "
         f"(reference {reference.ppl:.4f}).",
+        *_cards(summary),
+    ]
+
+
+def _cards(summary: Summary) -> list[str]:
+    """Where the trials were measured, if it was in more than one place."""
+    if len(summary.cards) < 2:
+        return []
+    assert summary.best is not None
+    trials = ", ".join(f"{card}: {count}" for card, count in sorted(summary.cards.items()))
+    return [
+        f"Trials by card: {trials}; tok/s are on the scale of {summary.reference.card}, where the study began. "
+        f"The best was measured on {summary.best['card']}."
     ]
 
 

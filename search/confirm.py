@@ -36,11 +36,12 @@ PROCESSES = 2  # that whoever leads must have been served in before it wins
 
 @dataclass(frozen=True)
 class PlainEvidence:
-    """What the model says without drafts: at the reference setting, and at each finalist's window."""
+    """What the model says without drafts on one card: at the reference setting, and at each finalist's window."""
 
     reference: dict[str, Plain]
     by_trial: dict[int, dict[str, Plain]]
     held_out_scores: dict[str, gate.RecordScore]
+    card: str | None
 
 
 def finalists(store: Store, count: int) -> list[Outcome]:
@@ -57,7 +58,9 @@ def finalists(store: Store, count: int) -> list[Outcome]:
 def confirm(
     spec: StudySpec, store: Store, laboratory: Laboratory, observer: Observer, count: int, logs: Path
 ) -> list[Confirmation]:
-    """Confirm `count` finalists; those already confirmed are not measured again. Returns all, the winner first.
+    """Confirm `count` finalists; those already confirmed on this card are not measured again.
+
+    Returns all, the winner first.
 
     A finalist whose server failed is tried again when the search is.
 
@@ -65,7 +68,10 @@ def confirm(
         SearchError: the engine does not start, or does not decode without drafts.
     """
     chosen = finalists(store, count)
-    missing = [outcome for outcome in chosen if not _complete(store.confirmation(outcome.trial))]
+    missing: list[Outcome] = []
+    if not _settled(store, chosen):  # else it does not matter which card this is
+        running = _in_the_running(store, chosen)
+        missing = [outcome for outcome in running if not _complete(store.confirmation(outcome.trial), laboratory.card)]
     if missing:
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         try:
@@ -85,9 +91,29 @@ def confirm(
     return store.confirmations()
 
 
-def _complete(found: Confirmation | None) -> bool:
-    """Whether a finalist was measured to the end; its server may have failed, or an earlier release measured less."""
-    return found is not None and "pace_elasticity" in found.figures
+def _settled(store: Store, chosen: Sequence[Outcome]) -> bool:
+    """Whether nothing is left to measure: every finalist is confirmed, and whoever leads was served often enough."""
+    leader = store.winner()
+    return all(_complete(store.confirmation(outcome.trial)) for outcome in chosen) and (
+        leader is None or len(leader.figures["processes"]) >= PROCESSES
+    )
+
+
+def _in_the_running(store: Store, chosen: Sequence[Outcome]) -> list[Outcome]:
+    """The finalists, and others that may still win: a claim on one card is not held against one on another."""
+    known = {outcome.trial for outcome in chosen}
+    earlier = [c.trial for c in store.confirmations() if c.eligible and c.trial not in known]
+    return [*chosen, *filter(None, map(store.outcome, earlier))]
+
+
+def _complete(found: Confirmation | None, card: str | None = None) -> bool:
+    """Whether a finalist was measured to the end; its server may have failed, or an earlier release measured less.
+
+    With a `card`: on that one, or before cards were told apart.
+    """
+    if found is None or "pace_elasticity" not in found.figures:
+        return False
+    return card is None or found.figures.get("card") in (None, card)
 
 
 def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[Outcome]) -> PlainEvidence:
@@ -103,6 +129,7 @@ def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[
         reference=tokens[setting_key(reference)],
         by_trial={trial: tokens[setting_key(setting)] for trial, setting in settings.items()},
         held_out_scores=laboratory.plain.scores(reference, spec.held_out_records()),
+        card=laboratory.card,
     )
 
 
@@ -234,6 +261,7 @@ def _measure(
             "tune": _timed(of_tune) if of_tune else None,
             "effective": effective,
             "tokens": dict(sorted(outputs.items())),
+            "card": evidence.card,
         }
     )
     _claim_at(found, elasticity([speed.paces]), tokens)

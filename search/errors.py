@@ -21,3 +21,10 @@ class RefusedError(SearchError):
 
 class SpooledError(SearchError):
     """The database did not take a measurement, which now waits in the spool."""
+
+
+class LostClaimError(SearchError):
+    """A trial's place was given to another searcher, because the one that held it was not heard of for too long."""
+
+    def __init__(self, trial: int) -> None:
+        super().__init__(f"Trial {trial} was given back and is measured elsewhere: its searcher was not heard of.")

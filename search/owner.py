@@ -9,18 +9,26 @@ from pathlib import Path
 
 def owner_name() -> str:
     """This process, told apart from any other that had or will have its pid."""
-    return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
+    return f"{_host()} {os.getpid()} {_start_time(os.getpid())}"
 
 
 def on_this_host(owner: str) -> bool:
     """Whether `owner` (see `owner_name`) is or was a process of this host."""
-    return owner.rsplit(" ", 2)[0] == socket.gethostname()
+    return owner.rsplit(" ", 2)[0] == _host()
 
 
 def owner_lives(owner: str) -> bool:
     """Whether the process that `owner_name` named still runs; one on another host is taken to."""
     _, pid, start = owner.rsplit(" ", 2)
     return not on_this_host(owner) or _start_time(int(pid)) == start
+
+
+def _host() -> str:
+    """This host and its process ids: containers may share the host's name, but not those."""
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _start_time(pid: int) -> str:

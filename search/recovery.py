@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 
 import optuna
-from optuna.trial import TrialState
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from search.engine.group import end_marked
 from search.errors import SearchError
-from search.owner import owner_lives, owner_name
+from search.owner import on_this_host, owner_lives, owner_name
 from search.stages import Observer
-from search.store import Outcome, Store, cause_of, engine_options, full_url, safe_url
+from search.storage import SharedStorage, shared_storage
+from search.store import REFERENCE, Outcome, Store, cause_of, full_url, optuna_options, safe_url
 
 OPEN_WAIT_S = 60.0  # for another searcher that is making Optuna's tables
-CONSTRAINT = "ppl"
+LEASE_S = 180.0  # of a searcher on another host: more than the two minutes for which a network may be cut
+CONSTRAINT = "constraints:ppl"  # where Optuna looks for the constraint named ppl
 
 
-def open_study(url: str, name: str) -> optuna.Study:
-    """The Optuna study of that name, made if it is new.
+def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
+    """The Optuna study of that name, made if it is new; `engine` is ours on the same database.
 
     Two searchers that start together both try to make Optuna's tables; the one that loses tries again.
     """
@@ -32,7 +38,7 @@ def open_study(url: str, name: str) -> optuna.Study:
     deadline = time.monotonic() + OPEN_WAIT_S
     while True:
         try:
-            storage = optuna.storages.RDBStorage(full_url(url), engine_kwargs=engine_options(url))
+            storage = SharedStorage(full_url(url), optuna_options(url, engine))
             study = optuna.create_study(
                 storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
             )
@@ -48,16 +54,38 @@ def open_study(url: str, name: str) -> optuna.Study:
             time.sleep(0.5)
 
 
-def tell(study: optuna.Study, outcome: Outcome) -> None:
-    """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned."""
-    frozen = study.get_trials(deepcopy=False)[outcome.trial]
-    trial = optuna.trial.Trial(study, frozen._trial_id)
+def ask(study: optuna.Study, distributions: Mapping[str, BaseDistribution]) -> optuna.Trial:
+    """A trial that Optuna proposes: `study.ask`, with one reading of the others and one transaction for what it draws.
+
+    The trial is made in a transaction of its own, for which others wait; drawing keeps nobody waiting.
+    """
+    storage = shared_storage(study)
+    with storage.reading_once():
+        trial = study.ask()
+        with storage.together():
+            for name, distribution in distributions.items():
+                trial._suggest(name, distribution)
+    return trial
+
+
+def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = None) -> None:
+    """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned.
+
+    A trial that has been told stays as it is. `asked`, the trial as it was asked for, saves reading it again.
+    """
+    if asked is not None:
+        trial_id = asked._trial_id
+    else:
+        trial = _trial(study, outcome.trial)
+        if trial.state.is_finished():
+            return
+        trial_id = trial._trial_id
     attributes = {
         "setting": outcome.setting,
         "ppl": outcome.ppl,
         "tps": outcome.tps,
-        "tps_low": outcome.tps_low,
-        "tps_high": outcome.tps_high,
+        "tps_interval": [outcome.tps_low, outcome.tps_high] if outcome.tps is not None else None,
+        "card": outcome.card,
         "reused_from": outcome.reused_from,
         "reason": outcome.reason,
         "failure": outcome.failure,
@@ -65,17 +93,17 @@ def tell(study: optuna.Study, outcome: Outcome) -> None:
         "simulated": outcome.simulated or None,
         "wall_s": outcome.wall_s,
     }
-    for name, value in attributes.items():
-        if value is not None:
-            trial.set_user_attr(name, value)
-    told_before = CONSTRAINT in frozen.constraints  # by a searcher that was killed before it could finish
-    if outcome.excess is not None and not told_before:
-        trial.set_constraint(CONSTRAINT, outcome.excess)
+    values = None
     if outcome.state == "COMPLETE":
         assert outcome.tps is not None and outcome.ppl is not None
-        study.tell(outcome.trial, [outcome.tps, outcome.ppl])
-    else:
-        study.tell(outcome.trial, state=TrialState[outcome.state])
+        values = [outcome.tps, outcome.ppl]
+    shared_storage(study).end_trial(
+        trial_id,
+        TrialState[outcome.state],
+        values,
+        {name: value for name, value in attributes.items() if value is not None},
+        {CONSTRAINT: outcome.excess} if outcome.excess is not None else {},
+    )
 
 
 def end_orphans(store: Store, observer: Observer) -> None:
@@ -87,34 +115,70 @@ def end_orphans(store: Store, observer: Observer) -> None:
             observer.note(f"A process of an earlier search does not end (mark {mark}); it may hold the device.")
 
 
-def recover(study: optuna.Study, store: Store) -> None:
-    """Put right what earlier searchers left open: stored but not told, or asked but not measured."""
-    asked = {trial.number for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])}
-    slots = store.slots()  # read after the trials: a slot is taken before its trial is asked
-    owners = {slot.trial: slot.owner for slot in slots if slot.trial is not None}
-    asking = any(slot.trial is None and _at_work(slot.owner) for slot in slots)
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        owner = owners.get(trial.number)
-        abandoned = not _at_work(owner) if owner else not asking
-        if trial.number in asked and abandoned:
-            settle(study, store, trial.number)
+def recover(study: optuna.Study, store: Store) -> int:
+    """Put right what other searchers left open: stored but not told, or asked but not measured.
+
+    Several may do this at once: each place is put right by the one that takes it over.
+
+    Returns:
+        How many places were given back.
+    """
+    running = {trial.number: trial for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])}
+    slots = store.slots(running)  # read after the trials: a slot is taken before its trial is asked
+    leases = store.leases()
+    given_back = 0
     for slot in slots:
-        if not _at_work(slot.owner):
+        if at_work(slot.owner, leases):
+            continue
+        if slot.finished:
+            if slot.trial in running:
+                settle(study, store, slot.trial)
+        elif store.take_over(slot.ordinal, slot.owner, owner_name()):
+            if slot.trial is not None and slot.trial != REFERENCE:
+                settle(study, store, slot.trial)
             store.free_unfinished_slot(slot.ordinal)
+            given_back += 1
+    held = {slot.trial for slot in slots}
+    if not any(slot.trial is None and at_work(slot.owner, leases) for slot in slots):  # or it may be theirs
+        for number in running.keys() - held:
+            settle(study, store, number)
+    return given_back
 
 
-def _at_work(owner: str) -> bool:
-    """Whether a searcher is another one that still runs; what this process left open is an earlier search's."""
-    return owner != owner_name() and owner_lives(owner)
+def at_work(owner: str, leases: Mapping[str, float]) -> bool:
+    """Whether a searcher is another one that still runs; what this process left open is an earlier search's.
+
+    On this host its process is looked at; elsewhere its lease has to be fresh.
+    """
+    if owner == owner_name():
+        return False
+    if on_this_host(owner):
+        return owner_lives(owner)
+    return leases.get(owner, float("inf")) < LEASE_S
 
 
 def settle(study: optuna.Study, store: Store, number: int) -> None:
     """Close a trial whose searcher stopped: told if its outcome is stored, otherwise asked again later."""
     outcome = store.outcome(number)
     if outcome is not None:
-        tell(study, outcome)
-        return
-    params = study.get_trials(deepcopy=False)[number].params
-    study.tell(number, state=TrialState.FAIL)
-    if params:
-        study.enqueue_trial(params, user_attrs={"asked_before_as": number})
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another was quicker
+            tell(study, outcome)
+    elif close(study, number):
+        trial = _trial(study, number)
+        params = trial.params or trial.system_attrs.get("fixed_params")
+        if params:
+            study.enqueue_trial(params, user_attrs={"asked_before_as": number})
+
+
+def close(study: optuna.Study, number: int) -> bool:
+    """End a trial that is not measured, in Optuna's eyes; False where it has ended already."""
+    try:
+        study.tell(number, state=TrialState.FAIL)
+    except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        return False
+    return True
+
+
+def _trial(study: optuna.Study, number: int) -> FrozenTrial:
+    storage = study._storage
+    return storage.get_trial(storage.get_trial_id_from_study_id_trial_number(study._study_id, number))

@@ -2,6 +2,7 @@
 
     python -m search.run --trials 200
     python -m search.run --study studies/miniature --storage sqlite:///study.db --json
+    python -m search.run --gpus 0,1,2        a searcher on each (--cluster ADDRESS: on every GPU of a Ray cluster)
 
 Running the same command again goes on where it stopped. Exit codes: 0 done, 1 the search could not be carried
 out, 2 bad arguments or study file, 130 interrupted (everything measured is kept).
@@ -45,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--engine", metavar="NAME", help="vllm (default), simulated, or module:Class of another")
     p.add_argument("--ppl-ceiling", type=float, metavar="X", help="absolute ceiling, instead of the study's")
     p.add_argument("--seed", type=int, metavar="N", help="seed of the sampler and the engine (default 0)")
+    p.add_argument("--gpus", metavar="0,1,2", help="search on these GPUs of this host, or cpu:N: N searchers without")
+    p.add_argument(
+        "--cluster", metavar="ADDRESS", help="search on every GPU of the Ray cluster there (auto: this host's)"
+    )
+    p.add_argument("--searchers", type=int, metavar="N", help="with --cluster: N, as GPUs come (default: one a GPU)")
     p.add_argument("--logs", type=Path, metavar="DIR", help="folder for the workers' logs (default logs)")
     add_output_arguments(p)
     return p
@@ -80,6 +86,12 @@ def main(argv: list[str] | None = None) -> int:
         spec = read_study(path)
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
+        fleet = None
+        if args.gpus is not None or args.cluster is not None or args.searchers is not None:
+            from search.fleet import check_fleet, read_fleet
+
+            fleet = read_fleet(args.gpus, args.cluster, args.searchers)
+            check_fleet(fleet, resolved["storage"])
         from search.closing import found, next_steps
         from search.interrupt import EXIT_CODE, interruptible
         from search.progress import make_progress
@@ -112,7 +124,12 @@ def main(argv: list[str] | None = None) -> int:
                 stop_early=args.stop == "auto",
             )
             with interruptible():
-                summary = search(spec, options, progress)
+                if fleet is None:
+                    summary = search(spec, options, progress)
+                else:
+                    from search.cluster import search_together
+
+                    summary = search_together(spec, options, fleet, progress)
         except KeyboardInterrupt:
             progress.close()
             progress.note("Interrupted. Everything measured so far is kept; the same command goes on from here.")

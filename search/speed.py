@@ -108,6 +108,21 @@ def _ratio_estimate(
     return Throughput(tps, low=tps * math.exp(-half), high=tps * math.exp(half), prompts=count)
 
 
+def rescaled(found: Throughput, scale: float, error: float) -> Throughput:
+    """Throughput as another card would show it, that runs the reference setting `scale` times as fast as this one.
+
+    Args:
+        found: throughput here.
+        scale: the other card's throughput at the reference setting ÷ this one's.
+        error: the scale's relative standard error; it widens the interval.
+    """
+    more = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
+    tps = scale * found.tps
+    low = tps * math.exp(-math.hypot(math.log(found.tps / found.low), more))
+    high = tps * math.exp(math.hypot(math.log(found.high / found.tps), more))
+    return Throughput(tps, low, high, found.prompts)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How many times as fast one setting is as another on the prompts that both were timed on.

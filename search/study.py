@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,17 +18,30 @@ from kernels.patches.base import PatchRefusedError
 from kernels.plugin import switched_on
 from search.confirm import confirm
 from search.engine.protocol import Setting
-from search.errors import SearchError, SpooledError, UsageError
+from search.errors import LostClaimError, SearchError, SpooledError, UsageError
 from search.inputs import check_inputs
-from search.knobs import TOP_K, WINDOW, Knob
+from search.knobs import TOP_K, WINDOW, Knob, canonical
+from search.lease import lease
 from search.owner import owner_name
-from search.recovery import end_orphans, open_study, recover, settle, tell
+from search.recovery import ask, close, end_orphans, open_study, recover, settle, tell
 from search.samplers import Problem, Reference, make_sampler, trial_seed
 from search.samplers.gated import asked_on_all, worth_another
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import REFERENCE, FrontPoint, Outcome, Spool, Store, cause_of, open_engine, safe_url
+from search.store import (
+    REFERENCE,
+    FrontPoint,
+    Outcome,
+    Spool,
+    Store,
+    cause_of,
+    open_engine,
+    patiently,
+    safe_url,
+    server_lost,
+    setting_key,
+)
 from search.summary import Summary, summarize
 from search.trial import Laboratory
 
@@ -35,6 +49,8 @@ PATCH_KEY = "environment.{}"  # of a study's definition
 FAILURES_IN_A_ROW = 10  # of one cause
 FAILURES_OF_ANY_CAUSE = 40  # in a row
 NOT_WORTH = "Stopped after {} trials: another one is not expected to gain 0.2 %. Without --stop auto it goes on."
+ASKS = 8  # for a setting that no other searcher is at, before that one is waited for
+LOOK_S = 1.0  # between two looks at what other searchers do
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,12 @@ class Options:
     logs: Path
     prior: str | None = None
     stop_early: bool = False
+    searcher: str = ""  # the searcher's name, where several share the study
+
+    def to_store(self) -> dict[str, Any]:
+        """What the store keeps of them."""
+        kept = {name: getattr(self, name) for name in ("engine", "sampler", "seed", "trials")}
+        return kept | ({"prior": safe_source(self.prior)} if self.prior else {})
 
 
 class StudyObserver(Observer, Protocol):
@@ -83,6 +105,11 @@ def patches_on(spec: StudySpec) -> dict[str, str]:
         raise UsageError(str(error)) from error
 
 
+def definition(spec: StudySpec) -> dict[str, Any]:
+    """What must not change while the study goes on, the environment's patches among it."""
+    return {**spec.definition(), **patches_on(spec)}
+
+
 def study_name(spec: StudySpec, engine: str) -> str:
     """The study's name in the database; simulated studies never share one with measured ones."""
     return spec.name if engine == "vllm" else f"{spec.name}-simulated"
@@ -102,23 +129,20 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     name = study_name(spec, options.engine)
     database = open_engine(options.storage)
     spool = Spool(options.storage, name)
-    store = Store(database, name, spool)
+    store = Store(database, name, spool, observer.note)
     with _database_errors(options.storage):
         end_orphans(store, observer)
-        store.define(
-            {**spec.definition(), **patches_on(spec)},
-            {
-                **{name: getattr(options, name) for name in ("engine", "sampler", "seed", "trials")},
-                **({"prior": safe_source(options.prior)} if options.prior else {}),
-            },
-        )
+        store.define(definition(spec), options.to_store())
         if waiting := store.take_in_spool():
             observer.note(f"Taken in from the spool: {waiting} measurements that the database could not take before.")
-        study = open_study(options.storage, store.study)
-        recover(study, store)
+        study = open_study(options.storage, store.study, database)
         spool.reserve()
         try:
-            with Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory:
+            with (
+                lease(store, options.searcher),
+                Laboratory(spec, options.engine, store, options.logs, observer, options.seed) as laboratory,
+            ):
+                patiently(lambda: recover(study, store), observer.note)
                 return _search(spec, options, study, store, laboratory, observer, started)
         finally:
             spool.release()
@@ -134,17 +158,48 @@ def _search(
     started: float,
 ) -> Summary:
     if store.finished() < options.trials:
-        laboratory.measure_reference()
-        problem = _problem(spec, options, store)
-        if not study.get_trials(deepcopy=False):
-            study.enqueue_trial(default_setting(spec, laboratory.native))
-            enqueue(study, problem, observer.note)
+        problem = _reference_first(spec, options, study, store, laboratory, observer)
         observer.opened(store.finished(), options.trials)
         _loop(options, problem, study, store, laboratory, observer, started)
     if options.confirm and options.engine == "vllm" and store.front():
         observer.searched(summarize(store, laboratory.engine_starts, time.perf_counter() - started))
         confirm(spec, store, laboratory, observer, options.confirm, options.logs)
     return summarize(store, laboratory.engine_starts, time.perf_counter() - started)
+
+
+def _reference_first(
+    spec: StudySpec,
+    options: Options,
+    study: optuna.Study,
+    store: Store,
+    laboratory: Laboratory,
+    observer: StudyObserver,
+) -> Problem:
+    """Measure the reference setting, once a study: searchers that start together wait for the first of them.
+
+    Returns:
+        What samplers are told of the study.
+    """
+    native, owner = laboratory.native, owner_name()  # every engine starts meanwhile
+
+    def begun() -> bool:
+        return store.outcome(REFERENCE) is not None and bool(study.get_trials(deepcopy=False))
+
+    while not begun():
+        if store.claim_reference(owner) != owner:
+            time.sleep(LOOK_S)
+            recover(study, store)  # if that searcher died
+            continue
+        try:
+            laboratory.measure_reference()
+            if not study.get_trials(deepcopy=False):
+                study.enqueue_trial(default_setting(spec, native))
+                enqueue(study, _problem(spec, options, store), observer.note)
+        finally:
+            store.free_unfinished_slot(REFERENCE)
+    laboratory.measure_reference()
+    laboratory.recall()
+    return _problem(spec, options, store)
 
 
 @contextmanager
@@ -188,22 +243,40 @@ def _loop(
     started: float,
 ) -> None:
     failed: list[Outcome] = []  # in a row
+    owner, note = owner_name(), observer.note
     while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
         if options.stop_early and not worth_another(study):
-            observer.note(NOT_WORTH.format(store.finished()))
+            note(NOT_WORTH.format(store.finished()))
             return
-        slot = store.take_slot(options.trials, owner_name())
+        slot = store.take_slot(options.trials, owner)
         if slot is None:
-            return
+            if store.finished() >= options.trials:
+                return
+            time.sleep(LOOK_S)  # others are at the last places: should one of them die, its place is taken here
+            patiently(lambda: recover(study, store), note)
+            continue
         trial: optuna.Trial | None = None
         try:
-            study.sampler = make_sampler(options.sampler, problem, trial_seed(options.seed, slot, len(failed)))
-            trial = study.ask(problem.distributions)
-            store.assign_slot(slot, trial.number)
-            outcome = laboratory.run(trial.number, trial.params, slot, on_all=asked_on_all(study, trial.number))
-            tell(study, outcome)
+            for attempt in range(ASKS):
+                seed = trial_seed(options.seed, slot, len(failed) + 100 * attempt)
+                study.sampler = make_sampler(options.sampler, problem, seed)
+                trial = patiently(lambda: ask(study, problem.distributions), note)
+                key = setting_key(canonical(trial.params, laboratory.native))
+                last = attempt == ASKS - 1
+                elsewhere = store.claim(slot, owner, trial.number, key, wait=last)
+                if elsewhere is None or last:
+                    break
+                close(study, trial.number)
+            assert trial is not None
+            if elsewhere is not None:  # there is hardly another setting left
+                _wait_for(elsewhere, study, store)
+            outcome = laboratory.run(trial.number, trial.params, slot, on_all=asked_on_all(study, trial))
+            _tell(study, outcome, trial, note)
         except SpooledError:
             raise  # the trial stays open until its outcome is taken in
+        except LostClaimError as error:
+            note(str(error))
+            continue
         except BaseException:
             with suppress(SQLAlchemyError, optuna.exceptions.StorageInternalError):  # then the next start settles it
                 if trial is not None:
@@ -218,6 +291,23 @@ def _loop(
             continue
         failed.clear()
         observer.finished(outcome, store.finished(), store.front())
+
+
+def _tell(study: optuna.Study, outcome: Outcome, trial: optuna.Trial, note: Callable[[str], None]) -> None:
+    """Tell Optuna of an outcome that is stored; after a lost connection it is looked at what has been told."""
+    try:
+        tell(study, outcome, trial)
+    except Exception as error:
+        if not server_lost(error):
+            raise
+        patiently(partial(tell, study, outcome), note)
+
+
+def _wait_for(trial: int, study: optuna.Study, store: Store) -> None:
+    """Wait until a trial that another searcher measures has ended, or its searcher has."""
+    while store.outcome(trial) is None and any(slot.trial == trial for slot in store.slots()):
+        time.sleep(LOOK_S)
+        recover(study, store)
 
 
 def _stop_if_hopeless(failed: list[Outcome]) -> None:

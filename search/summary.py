@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,10 @@ from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 
 @dataclass(frozen=True)
 class Summary:
-    """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended."""
+    """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended.
+
+    `cards` says how many trials were measured on each.
+    """
 
     study: str
     simulated: bool
@@ -20,6 +24,7 @@ class Summary:
     reference: Outcome
     ceiling: float | None
     front: list[dict[str, Any]]
+    cards: dict[str, int]
     best: dict[str, Any] | None
     wall_s: float
     engine_starts: int
@@ -38,6 +43,7 @@ class Summary:
             "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl},
             "ceiling": self.ceiling,
             "front": self.front,
+            "cards": self.cards,
             "best": self.best,
             "confirmed": _confirmed(self.winner),
             "drift": self.drift,
@@ -72,6 +78,7 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         reference=reference,
         ceiling=reference.ceiling,
         front=front,
+        cards=dict(Counter(outcome.card for outcome in outcomes if outcome.card and outcome.state != "FAIL")),
         best=front[-1] if front else None,
         wall_s=wall_s,
         engine_starts=engine_starts,
@@ -101,5 +108,6 @@ def _point(point: FrontPoint) -> dict[str, Any]:
         "tps_low": point.tps_low,
         "tps_high": point.tps_high,
         "ppl": point.ppl,
+        "card": point.card,
         "knobs": point.setting,
     }

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from search import broken, speed
+from search.card import card_of
 from search.engine import gpu
 from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
@@ -18,7 +19,16 @@ from search.engine.session import EngineSession, insist
 from search.errors import SearchError
 from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
-from search.stages import Observer, PerplexityStage, PlainStage, ThroughputStage, apply
+from search.stages import (
+    CARD_PASSES,
+    OTHER_BUILD,
+    Observer,
+    PerplexityStage,
+    PlainStage,
+    ThroughputStage,
+    apply,
+    reference_passes,
+)
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, setting_key
 
 T = TypeVar("T")
@@ -63,6 +73,7 @@ class Laboratory:
         self._probe = spec.prompts()[0]
         self._ceiling = float("nan")
         self._apply_s = 0.0  # of the last change
+        self._card: str | None = None
         self._gated: int | None = None  # the trial whose gate was stored last
 
     def __enter__(self) -> Laboratory:
@@ -83,6 +94,12 @@ class Laboratory:
         """How many engines were started."""
         return self._session.starts
 
+    @property
+    def card(self) -> str | None:
+        """The card that is measured on; starts the engine if there is none."""
+        self._session.loaded()
+        return self._environment().card
+
     def end_worker(self) -> None:
         """End the worker; a later measurement starts another."""
         self._session.end()
@@ -97,14 +114,50 @@ class Laboratory:
             self._measure_reference()
         reference = self._store.outcome(REFERENCE)
         assert reference is not None and reference.ppl is not None and reference.ceiling is not None
-        self._ceiling = reference.ceiling
+        self._ceiling = reference.ceiling  # one for the study, whatever other cards say
         if reference.ppl > self._ceiling:
             raise SearchError(
                 f"The reference setting itself has perplexity {reference.ppl:.4f}, over the ceiling of "
                 f"{self._ceiling:.4f}: no setting can be expected to pass. Raise gate.ceiling (or --ppl-ceiling)."
             )
+
+    def recall(self) -> None:
+        """Take up what is known of the study; a card that is new to it measures the reference setting first.
+
+        Raises:
+            SearchError: the model or the engine's build is not the one that the reference was measured on, or the
+                reference cannot be measured on this card.
+        """
+        self._session.loaded()
+        self._card = self._environment().card
+        passes = reference_passes(self._store, self._card)
+        if not passes:
+            self._measure_card()
+            passes = reference_passes(self._store, self._card)
         self._perplexity.recall(self._ceiling)
-        self._throughput.recall()
+        assert self._card is not None
+        self._throughput.recall(self._card, passes)
+
+    def _measure_card(self) -> None:
+        """Measure the reference setting on this card, to put its figures on one scale with the first card's."""
+        first = reference_passes(self._store, None)[0]
+        began = next(e for e in self._store.environments() if e.id == first.environment_id)
+        check_same_build(began, self._environment())
+
+        def measure() -> list[Measurement]:
+            effective = self._apply(REFERENCE, first.setting)
+            with self._session.within("gate"):
+                gated = self._perplexity.measure_reference(first.setting, effective, "card")
+            with self._session.within("speed"):
+                return [gated, *self._throughput.measure_reference(first.setting, effective, CARD_PASSES)[1]]
+
+        try:
+            self._store.add_all(self.insist("The reference setting", measure))
+        except WorkerError as error:
+            raise SearchError(f"The reference setting could not be measured on {self._card}: {error}") from error
+
+    def _environment(self) -> Environment:
+        return next(e for e in self._store.environments() if e.id == self._session.environment_id)
 
     def run(self, trial: int, setting: Mapping[str, Any], slot: int, *, on_all: bool = False) -> Outcome:
         """Measure one setting; the outcome and every stage's row are in the store when this returns.
@@ -182,11 +235,21 @@ class Laboratory:
             self._apply(trial, setting)
         with self._session.within("speed"):
             found, remark, warning = self._throughput.measure(
-                trial, setting, effective, self._store.fastest_within(ppl), rows, on_all=on_all
+                trial, setting, effective, self._store.fastest_within(ppl, self._card), rows, on_all=on_all
             )
-        return self._outcome(
-            trial, setting, started, "COMPLETE", ppl=ppl, excess=excess, found=found, reason=remark, warning=warning
+        outcome = self._outcome(
+            trial,
+            setting,
+            started,
+            "COMPLETE",
+            ppl=ppl,
+            excess=excess,
+            found=self._throughput.on_first_card(found),
+            reason=remark,
+            warning=warning,
         )
+        outcome.card_tps = found.tps
+        return outcome
 
     def _failed(self, trial: int, setting: Setting, started: float, error: WorkerError) -> Outcome:
         outcome = self._outcome(trial, setting, started, "FAIL", reason=f"{error.kind} in {error.stage}: {error}")
@@ -215,6 +278,7 @@ class Laboratory:
                 f"The model is broken at its reference setting: {senseless}. Check its weights and tokenizer."
             )
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
+        self._card = self._environment().card
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
         self._store.finish(outcome, [gated, *rows])
 
@@ -244,6 +308,8 @@ class Laboratory:
             tps_low=found.low if found else None,
             tps_high=found.high if found else None,
             prompts=found.prompts if found else None,
+            card=self._card,
+            card_tps=found.tps if found else None,
             reused_from=None,
             reason=reason[:1000] if reason else None,
             warning=warning,
@@ -259,6 +325,7 @@ class Laboratory:
         )
         outcome.tps, outcome.tps_low, outcome.tps_high = known.tps, known.tps_low, known.tps_high
         outcome.prompts, outcome.reused_from, outcome.warning = known.prompts, known.trial, known.warning
+        outcome.card, outcome.card_tps = known.card, known.card_tps
         return outcome
 
     def _store_end(self, environment: int) -> None:
@@ -278,7 +345,22 @@ class Laboratory:
                 build_hash=loaded.build_hash,
                 native=loaded.native,
                 facts=loaded.environment,
+                card=card_of(loaded.environment),
                 log=str(log.resolve())[-500:],
                 start_s=loaded.start_s,
             )
         )
+
+
+def check_same_build(first: Environment, here: Environment) -> None:
+    """Check that two cards run the same model on the same software; the card itself may differ.
+
+    Raises:
+        SearchError: they do not.
+    """
+    same = ("model_hash", "drafter_hash")
+    facts = ("engine", "vllm", "torch", "patches")
+    if any(getattr(first, name) != getattr(here, name) for name in same) or any(
+        first.facts.get(name) != here.facts.get(name) for name in facts
+    ):
+        raise SearchError(OTHER_BUILD)

@@ -2,7 +2,10 @@
 
 from datetime import UTC, datetime, timedelta
 
-from search.store import REFERENCE, Confirmation, Environment, Outcome, Store, open_engine, setting_key
+from sqlalchemy import select
+
+from search.store import REFERENCE, Confirmation, Environment, Outcome, Store, open_engine, pareto_front, setting_key
+from search.store.store import _front_point
 
 CEILING = 2.42
 
@@ -54,7 +57,9 @@ def fill(store, trials):
                 if over
                 else outcome(trial, tps=100 + trial % 97, ppl=2.30 + trial % 89 / 1000)
             )
-    store.finish(outcome(trials, tps=90.0, ppl=2.41))  # rewrites the front
+        session.flush()
+        session.add_all(map(_front_point, pareto_front(session.scalars(select(Outcome).where(Outcome.trial >= 0)))))
+    store.finish(outcome(trials, tps=90.0, ppl=2.41))
 
 
 def confirm(store, trial):

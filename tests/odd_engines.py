@@ -1,7 +1,10 @@
 """Simulated engines with one thing wrong, by module:Class. For tests alone."""
 
+import os
+
 import msgspec
 
+from search.card import SHARE
 from search.engine.protocol import Sampled
 from search.engine.simulated import SimulatedEngine
 from search.knobs import DRAFTS
@@ -52,3 +55,12 @@ class EndsAtOnce(SimulatedEngine):
 
     def sample(self, request):
         return Sampled(token_ids=[])
+
+
+class SlowerShare(SimulatedEngine):
+    """A second card that takes half as long again for everything."""
+
+    def decode(self, request):
+        found = super().decode(request)
+        slower = 1.5 if os.environ.get(SHARE) == "share 1" else 1.0
+        return msgspec.structs.replace(found, latency_s=slower * found.latency_s)

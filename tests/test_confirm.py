@@ -20,6 +20,7 @@ class MadeUpLaboratory:
     def __init__(self):
         self.native = {"sliding_window": 512, "centroid_top_k": 32, "num_speculative_tokens": 0}
         self.plain = self
+        self.card = "card 0"
         self.ended = 0
 
     def tokens(self, setting, prompts, count):
@@ -73,7 +74,7 @@ def confirm(study_folder, tmp_path, monkeypatch):
         tps = {"tps": 500.0 - trial, "tps_low": 490.0, "tps_high": 510.0}
         store.finish(Outcome(trial=trial, setting=setting, setting_key=setting_key(setting), **tps, **common), [speed])
 
-    def run(**fake):
+    def run(card="card 0", **fake):
         def write(manifest, spec, out):
             out.mkdir(parents=True)
             shutil.copy(Path(__file__).parent / "fake_serve.py", out / "serve.py")
@@ -84,6 +85,7 @@ def confirm(study_folder, tmp_path, monkeypatch):
 
         monkeypatch.setattr(confirming, "write_manifest", write)
         laboratory, notes = MadeUpLaboratory(), Notes()
+        laboratory.card = card
         confirming.confirm(spec, store, laboratory, notes, 2, tmp_path / "logs")
         return store, notes, laboratory
 
@@ -121,3 +123,24 @@ def test_a_finalist_whose_server_failed_is_tried_again(confirm):
     confirm(dies="out of memory")
     store, _, _ = confirm()
     assert store.winner() is not None
+
+
+def test_all_finalists_are_confirmed_on_one_card(confirm):
+    store, _, _ = confirm()
+    loser = next(c for c in store.confirmations() if c.trial != store.winner().trial)
+    loser.figures = {}  # its server failed
+    store.add_confirmation(loser)
+    store, notes, _ = confirm(card="card 1")
+    assert any("Confirming 2 finalists" in note for note in notes)
+    assert {c.figures["card"] for c in store.confirmations()} == {"card 1"}
+
+
+def test_a_leader_is_served_again_on_the_card_that_it_was_confirmed_on_or_all_are_confirmed_anew(confirm, monkeypatch):
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(confirming, "PROCESSES", 1)
+        store, _, _ = confirm()
+    assert len(store.winner().figures["processes"]) == 1
+    store, notes, _ = confirm(card="card 1")
+    assert any("Confirming 2 finalists" in note for note in notes)
+    assert {c.figures["card"] for c in store.confirmations()} == {"card 1"}
+    assert len(store.winner().figures["processes"]) == 2

@@ -63,8 +63,11 @@ def test_connections_that_were_cut_are_made_again(study_folder, options, url):
     assert cut
 
 
-def test_what_a_lost_server_did_not_take_waits_and_is_taken_in(study_folder, options, url, postgres, tmp_path):
+def test_what_a_lost_server_did_not_take_waits_and_is_taken_in(
+    study_folder, options, url, postgres, tmp_path, monkeypatch
+):
     observer = Silent()
+    monkeypatch.setattr("search.store.patience.PATIENCE_S", 0.5)
 
     def on_stage(trial, stage, done):
         if trial >= 5 and stage == "speed" and done == 5:

@@ -18,6 +18,7 @@ RUN_BY = {
     "make search": "test_make_search_runs_the_search",
     "source .venv/bin/activate": "every test, which runs in that environment",
     "python -m search.run --trials 200": "test_vllm.py",
+    "python -m search.run --gpus 0,1": "test_vllm.py, with two shares of a processor instead of two GPUs",
     "python -m search.export --out manifest": "test_vllm.py",
     "python -m search.verify manifest": "test_vllm.py",
     "python -m search.report": "test_the_report_is_written_where_the_readme_says",

@@ -149,3 +149,12 @@ def test_the_hypervolume_is_that_of_another_implementation():
         expected = moocore.hypervolume(kept, ref=[0.0, 2.42]) if kept else 0.0
         assert found[count - 1] == pytest.approx(expected)
     assert found == sorted(found)
+
+
+def test_where_there_are_several_cards_the_front_says_which(store):
+    store.finish(outcome(0, tps=100.0, ppl=2.3, card="GPU-a", card_tps=100.0))
+    assert "measured on" not in page_of(store).tables["front"][0]
+    store.finish(outcome(1, tps=120.0, ppl=2.4, card="GPU-b", card_tps=80.0))
+    head, *rows = page_of(store).tables["front"]
+    assert head[-2:] == ["measured on", "tokens a second there"]
+    assert [row[-2:] for row in rows] == [["GPU-a", "100.0"], ["GPU-b", "80.0"]]

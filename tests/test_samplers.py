@@ -50,7 +50,7 @@ class Replayed:
 
     def go_on(self):
         trial = self.ask()
-        on_all = asked_on_all(self.study, trial.number)
+        on_all = asked_on_all(self.study, trial)
         tell(self.study, self.bench.measure(trial.number, trial.params, on_all=on_all))
 
     def history(self):
@@ -279,7 +279,7 @@ def test_a_prior_that_cannot_be_used_says_why(tmp_path, text, says):
 
 def test_a_leader_by_luck_is_measured_again_on_all_prompts(gated):
     study = gated
-    repeated = [t for t in study.study.get_trials() if asked_on_all(study.study, t.number)]
+    repeated = [t for t in study.study.get_trials() if asked_on_all(study.study, t)]
     assert repeated
     best = max((m for m in study.history().timed), key=lambda m: m.tps)
     latest = [m for m in study.history().timed if m.setting == best.setting][-1]

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from search.errors import SearchError, UsageError
+from search.errors import LostClaimError, SearchError, UsageError
 from search.gate import RecordScore
-from search.store import Confirmation, Environment, Outcome, Store, open_engine, safe_url, setting_key
+from search.store import Confirmation, Environment, Measurement, Outcome, Store, open_engine, safe_url, setting_key
 
 
 @pytest.fixture
@@ -94,12 +94,13 @@ def test_slots_add_up_to_the_total_however_many_searchers_ask(url):
     Store(open_engine(url), "s")
     taken = []
 
-    def ask():
+    def ask(owner):
         mine = Store(open_engine(url), "s")
-        while (slot := mine.take_slot(40, "host 1 1")) is not None:
+        while (slot := mine.take_slot(40, owner)) is not None:
+            mine.claim(slot, owner, slot, f"setting {slot}")
             taken.append(slot)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask, args=[f"host {pid} 1"]) for pid in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,7 +109,8 @@ def test_slots_add_up_to_the_total_however_many_searchers_ask(url):
 
 
 def test_a_freed_slot_is_given_out_again_but_a_finished_one_is_not(store):
-    assert [store.take_slot(2, "o"), store.take_slot(2, "o"), store.take_slot(2, "o")] == [0, 1, None]
+    assert [store.take_slot(2, "a"), store.take_slot(2, "b"), store.take_slot(2, "c")] == [0, 1, None]
+    store.claim(0, "a", 0, "x")
     store.finish(outcome(0), slot=0)
     store.free_unfinished_slot(0)
     store.free_unfinished_slot(1)
@@ -170,3 +172,74 @@ def test_exports_are_kept_in_order(store, tmp_path):
         (3, "first", str(tmp_path / "first")),
         (3, "second", str(tmp_path / "second")),
     ]
+
+
+def test_a_setting_is_claimed_by_one_searcher_at_a_time(store):
+    for slot, owner in enumerate("abc"):
+        assert store.take_slot(3, owner) == slot
+    assert store.claim(0, "a", 10, "x") is None
+    assert store.claim(1, "b", 11, "x") == 10
+    assert [slot.trial for slot in store.slots()] == [10, None, None]  # b's place is not that trial's: it asks again
+    assert store.claim(1, "b", 12, "y") is None
+    store.finish(outcome(10), slot=0)
+    assert store.claim(2, "c", 13, "y", wait=True) == 12  # holds the place, and waits
+    assert [slot.trial for slot in store.slots()] == [12, 13]
+    assert store.claim(2, "c", 14, "x") is None  # it stands measured, and can be reused
+
+
+def test_a_place_is_taken_once_though_the_answer_was_lost_on_the_way(store):
+    assert (store.take_slot(5, "a"), store.take_slot(5, "a"), store.take_slot(5, "b")) == (0, 0, 1)
+
+
+def test_a_place_is_taken_over_by_one_heir_and_its_late_outcome_is_refused(store):
+    store.take_slot(3, "dead")
+    store.claim(0, "dead", 4, "x")
+    assert [store.take_over(0, "dead", heir) for heir in ("a", "b")] == [True, False]
+    with pytest.raises(LostClaimError, match="Trial 4 was given back"):
+        store.claim(0, "dead", 4, "y")
+    store.free_unfinished_slot(0)
+    store.take_slot(3, "a")
+    store.claim(0, "a", 7, "x")
+    with pytest.raises(LostClaimError):
+        store.finish(outcome(4), slot=0)
+    store.finish(outcome(7), slot=0)
+    assert [o.trial for o in store.outcomes()] == [7]
+
+
+def test_the_reference_is_in_one_searchers_hands(store):
+    assert [store.claim_reference(owner) for owner in "aba"] == ["a", "a", "a"]
+    assert store.finished() == 0 and store.take_slot(1, "b") == 0  # it is none of the places
+    store.free_unfinished_slot(-1)
+    assert store.claim_reference("b") == "b"
+
+
+def test_a_lease_is_as_old_as_its_last_renewal_and_ends_with_its_searcher(store):
+    store.searcher_started("host 1 1", "searcher 0")
+    store.searcher_started("host 2 1", "searcher 1")
+    time.sleep(1.2)
+    store.renew("host 2 1")
+    leases = store.leases()
+    assert leases["host 1 1"] >= 1 > leases["host 2 1"] >= 0
+    store.searcher_started("host 3 1", "searcher 0")  # Ray started it again, elsewhere
+    assert set(store.leases()) == {"host 2 1", "host 3 1"}
+    store.searchers_ended(["searcher 0", "searcher 1"])
+    assert store.leases() == {}
+
+
+def test_rows_that_were_written_are_not_written_again(store):
+    hashes = {"model_hash": "a", "drafter_hash": None, "build_hash": "b"}
+    row = Environment(study="s", simulated=False, native={}, facts={}, start_s=1.0, **hashes)
+    where = {"study": "s", "trial": 3, "environment_id": store.add_environment(row), "stage": "gate", "status": "done"}
+    rows = [Measurement(**where, setting={}, effective={}, figures={"n": n}, wall_s=1.0) for n in (1, 2)]
+    store.add_all(rows[:1])
+    again = Measurement(**where, setting={}, effective={}, figures={"n": 1}, wall_s=1.0, created_at=rows[0].created_at)
+    store.add_all([again, rows[1]])
+    assert [m.figures["n"] for m in store.measurements("gate", "done")] == [1, 2]
+
+
+def test_a_rival_is_looked_for_on_the_same_card(store):
+    for trial, (card, tps) in enumerate((("a", 100.0), ("b", 120.0), (None, 90.0))):
+        found = outcome(trial, tps=tps, window=trial)
+        found.card = card
+        store.finish(found)
+    assert [store.fastest_within(2.0, card) for card in ("a", "b", "c")] == [0, 1, 2]

@@ -2,11 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +20,12 @@ from search.closing import found
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
+from search.recovery import open_study, recover
 from search.spec import read_study
-from search.store import REFERENCE, Store, open_engine
+from search.store import REFERENCE, Store, open_engine, setting_key
 from search.study import Options, search
+
+NEIGHBOUR = "another-host/1 1 boot/1"  # a searcher elsewhere
 
 
 class Silent:
@@ -417,3 +422,52 @@ def test_a_study_is_not_gone_on_with_under_another_patch_of_vllm(study_folder, o
     monkeypatch.setenv("FA_SLIDING", "yes")
     with pytest.raises(UsageError, match="FA_SLIDING is 'yes': it must be 1"):
         search(read_study(study_folder), options(5), Silent())
+
+
+def test_a_setting_that_another_searcher_is_at_is_not_asked_again(edit_study, options):
+    edit_study("low: 32, high: 512, step: 32", "low: 480, high: 512, step: 32")
+    edit_study("low: 1, high: 128, log: true", "low: 32, high: 32")
+    folder = edit_study("low: 0, high: 10, default: 4", "low: 3, high: 4, default: 4")
+    elsewhere = {"sliding_window": 512, "centroid_top_k": 32, "num_speculative_tokens": 3}
+    store = stored(options(4))
+    assert store.take_slot(4, NEIGHBOUR) == 0
+    assert store.claim(0, NEIGHBOUR, 1000, setting_key(elsewhere)) is None
+    store.searcher_started(NEIGHBOUR, "neighbour")
+    search(read_study(folder), options(4, sampler="random", timeout_s=4.0), Silent())
+    outcomes = store.outcomes()
+    assert len(outcomes) == 3 and elsewhere not in [o.setting for o in outcomes]
+    given_up = [t for t in optuna_trials(options(4)) if t.state == TrialState.FAIL]
+    assert all(t.params == elsewhere for t in given_up)
+
+
+def test_a_searcher_elsewhere_that_is_not_heard_of_gives_its_trial_back(study_folder, options):
+    spec = read_study(study_folder)
+    search(spec, options(3), Silent())
+    store = stored(options(6))
+    study = optuna.load_study(study_name="synthetic-simulated", storage=options(6).storage)
+    left = study.ask({"sliding_window": optuna.distributions.IntDistribution(32, 512, step=32)})
+    slot = store.take_slot(6, NEIGHBOUR)
+    store.claim(slot, NEIGHBOUR, left.number, "its setting")  # it has no lease: its host is gone
+    search(spec, options(6), Silent())
+    assert store.finished() == 6 and len([o for o in store.outcomes() if o.state != "FAIL"]) == 6
+    assert [
+        t.user_attrs["asked_before_as"] for t in optuna_trials(options(6)) if "asked_before_as" in t.user_attrs
+    ] == [left.number]
+
+
+def put_right(url):
+    database = open_engine(url)
+    store = Store(database, "synthetic-simulated")
+    return recover(open_study(url, store.study, database), store)
+
+
+def test_several_that_put_things_right_at_once_ask_for_a_lost_trial_once(study_folder, options):
+    search(read_study(study_folder), options(3), Silent())
+    store = stored(options(6))
+    study = optuna.load_study(study_name=store.study, storage=options(6).storage)
+    left = study.ask({"sliding_window": optuna.distributions.IntDistribution(32, 512, step=32)})
+    store.claim(store.take_slot(6, NEIGHBOUR), NEIGHBOUR, left.number, "its setting")
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
+        assert sum(pool.map(put_right, [options(6).storage] * 4)) == 1
+    waiting = [t for t in optuna_trials(options(6)) if t.state == TrialState.WAITING]
+    assert [t.user_attrs["asked_before_as"] for t in waiting] == [left.number]

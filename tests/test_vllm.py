@@ -118,7 +118,7 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
         return [python, *words, *more]
 
     where = ["--study", str(small_study)]
-    command = typed("run", *where, "--trials", "10", "--confirm", "1", "--json")
+    command = typed("run --trials", *where, "--trials", "10", "--confirm", "1", "--json")
 
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
         for line in run.stderr:
@@ -165,6 +165,24 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
     assert len(checks) >= 12
     speed = {"tokens a second", "pace of the machine"}
     assert [c for what, c in checks.items() if c["verdict"] != "holds" and what not in speed] == []
+
+
+def test_two_searchers_finish_one_study_each_on_its_share_of_the_cores(python, tmp_path, small_study):
+    _, *words = readme.command("python -m search.run --gpus 0,1")
+    words[words.index("0,1")] = "cpu:2"
+    more = ["--study", str(small_study), "--trials", "6", "--confirm", "0", "--json"]
+    done = subprocess.run([python, *words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["trials"]["complete"] + summary["trials"]["pruned"] == 6
+    assert summary["engine_starts"] == 2 and len(summary["cards"]) == 2
+    store = Store(open_engine(f"sqlite:///{tmp_path}/study.db"), "small")
+    measured = [o.setting_key for o in store.outcomes() if o.reused_from is None]
+    assert len(set(measured)) == len(measured) and store.slots() == []
+    for o in store.outcomes():
+        if o.state == "COMPLETE":
+            print(f"\ntrial {o.trial} on {o.card}: {o.card_tps:.1f} tok/s there, {o.tps:.1f} on the first card's scale")
+            assert 0.3 < o.tps / o.card_tps < 3.0
 
 
 def test_records_sampled_from_the_target_are_what_it_finds_likely(live, tmp_path, spec):

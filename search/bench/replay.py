@@ -249,7 +249,7 @@ def replay(
         trial = study.ask(problem.distributions)
         ask_s = time.perf_counter() - started
         said = study.get_trials(deepcopy=False)[trial.number].user_attrs
-        outcome = bench.measure(trial.number, trial.params, on_all=asked_on_all(study, trial.number))
+        outcome = bench.measure(trial.number, trial.params, on_all=asked_on_all(study, trial))
         tell(study, outcome)
         seconds += outcome.wall_s
         finalists = bench.finalists()

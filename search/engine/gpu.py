@@ -62,6 +62,17 @@ def first_gpu() -> dict[str, Any] | None:
     }
 
 
+def visible_indices() -> list[int]:
+    """The GPUs that may be used, as nvidia-smi counts them; none without an NVIDIA driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return [int(pynvml.nvmlDeviceGetIndex(handle)) for handle in _visible(pynvml)]
+    except Exception:  # no library, no driver, no permission
+        return []
+
+
 def peak_bandwidth() -> float | None:
     """Peak bytes a second of the first visible GPU's memory (two transfers a clock, bus wide); None if unknown."""
     try:

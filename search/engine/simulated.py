@@ -2,13 +2,17 @@
 
 Nothing here is a measurement, and every row it leads to is marked `simulated`. It answers as a landscape of
 `search.landscapes` says: the A10G's, unless a subclass names another.
+
+With TAKES in the environment every change of setting takes so many seconds, as a trial does on a real engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import random
+import time
 
 from kernels.plugin import PATCHES
 from search.engine.protocol import (
@@ -29,6 +33,7 @@ from search.knobs import DRAFTS, WINDOW
 from search.landscapes.a10g import A10G
 from search.landscapes.miniature import MINIATURE
 
+TAKES = "VLLM_PARETO_SIMULATED_S"
 VOCABULARY = 262_144
 DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so many timed prompts
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
@@ -38,7 +43,7 @@ EASE_SHIFT = 0.05  # with it the mean time of all prompts is the law's, although
 
 
 class SimulatedEngine:
-    """Computes what a worker would measure; takes no time to speak of."""
+    """Computes what a worker would measure; takes no time to speak of, unless it is told to."""
 
     landscape = A10G
 
@@ -65,6 +70,8 @@ class SimulatedEngine:
             if name == DRAFTS and int(value) > int(self._limits.get(DRAFTS, 0)):
                 raise EngineError("bad-setting", f"K {value} is over the limit of {self._limits.get(DRAFTS, 0)}.")
         self._setting |= request.setting
+        if request.probe:
+            time.sleep(float(os.environ.get(TAKES, 0)))
         return Applied(effective=dict(self._setting), apply_s=0.0)
 
     def score(self, request: Score) -> Scored:

@@ -48,6 +48,7 @@ def render(study: Frames, commands: list[str]) -> str:
         known=int(study.trials.reused_from.notna().sum()) if len(study.trials) else 0,
         knobs={name: NAMES[name] for name in KNOWN if name in study.trials},
         front=_rows(study.trials[study.trials.on_front].sort_values("ppl")) if len(study.trials) else [],
+        many_cards=len(study.trials) > 0 and study.trials.card.nunique() > 1,
         finalists=_rows(study.confirmations),
         failures=_failures(study),
         warnings=_rows(study.trials[study.trials.warning.notna()].head(20)) if len(study.trials) else [],

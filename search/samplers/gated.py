@@ -204,9 +204,9 @@ def _leader_again(problem: Problem, past: History) -> Proposal | None:
     return Proposal(first.setting, why, on_all=True)
 
 
-def asked_on_all(study: optuna.Study, number: int) -> bool:
+def asked_on_all(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> bool:
     """Whether a trial was asked for on all prompts, be its setting known or not."""
-    return bool(study.get_trials(deepcopy=False)[number].user_attrs.get(ON_ALL))
+    return bool(study._storage.get_trial(trial._trial_id).user_attrs.get(ON_ALL))
 
 
 def worth_another(study: optuna.Study, trials: int = 3) -> bool:

@@ -64,9 +64,10 @@ def history(study: optuna.Study, problem: Problem, asked: int) -> History:
 
 def _measured(trial: FrozenTrial, problem: Problem) -> Measured:
     said = trial.user_attrs
-    tps, low, high = (said.get(name) for name in ("tps", "tps_low", "tps_high"))
+    tps, interval = said.get("tps"), said.get("tps_interval")
     sd = MOST_SD
-    if low and high:
+    if interval:
+        low, high = interval
         sd = min(MOST_SD, max(LEAST_SD, math.log(high / low) / (2 * Z)))
     ppl = trial.constraints[CONSTRAINT] + problem.ceiling
     return Measured(

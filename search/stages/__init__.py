@@ -4,8 +4,17 @@ A stage decides when it has seen enough; what it returns are rows for the store,
 """
 
 from search.stages.base import Observer, apply
-from search.stages.perplexity import PerplexityStage
+from search.stages.perplexity import OTHER_BUILD, PerplexityStage
 from search.stages.plain import PlainStage
-from search.stages.throughput import ThroughputStage
+from search.stages.throughput import CARD_PASSES, ThroughputStage, reference_passes
 
-__all__ = ["Observer", "PerplexityStage", "PlainStage", "ThroughputStage", "apply"]
+__all__ = [
+    "CARD_PASSES",
+    "OTHER_BUILD",
+    "Observer",
+    "PerplexityStage",
+    "PlainStage",
+    "ThroughputStage",
+    "apply",
+    "reference_passes",
+]

@@ -17,6 +17,11 @@ from search.spec import StudySpec
 from search.stages.base import Observer, Stage, score
 from search.store import REFERENCE, Measurement, Store
 
+OTHER_BUILD = (
+    "The model or the engine's build is not the one that the study's reference was measured on, and their figures "
+    "cannot be compared: start a new study (another --storage)."
+)
+REMEMBER_S = 0.5  # between two writes of scores: a GPU scores a record in a few milliseconds
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
 
 
@@ -44,17 +49,21 @@ class PerplexityStage(Stage):
         (reference,) = self._store.measurements("gate", "done", REFERENCE)
         self._reference = self._store.remembered_scores(self._key(quality_part(reference.setting)))
         if len(self._reference) < len(self._order):
-            raise SearchError(
-                "The model or the engine's build is not the one that the study's reference was measured on, and their "
-                "figures cannot be compared: start a new study (another --storage)."
-            )
+            raise SearchError(OTHER_BUILD)
+        self._recall_proof()
+        self._recall_second_scorings()
+
+    def _recall_proof(self) -> None:
+        """Whether the memory was proved right, by this searcher or another."""
         for proof in self._store.measurements("gate", "proof"):
             self._memory_holds = float(proof.figures["shift"]) <= SAME_NLL
+
+    def _recall_second_scorings(self) -> None:
         for measured in self._store.measurements("gate", "done"):
             if measured.figures.get("again"):
                 self._again[self._setting_key(measured.setting)] = float(measured.figures["again"])
 
-    def measure_reference(self, setting: Setting, effective: Setting) -> Measurement:
+    def measure_reference(self, setting: Setting, effective: Setting, status: str = "done") -> Measurement:
         """The reference setting's perplexity over all records, as `figures["ppl"]` of a gate row."""
         started = time.perf_counter()
         key = self._setting_key(setting)
@@ -62,7 +71,7 @@ class PerplexityStage(Stage):
         missing = [record for record in self._order if record not in scores]
         scores |= self._score(REFERENCE, setting, missing, key)
         figures = {"ppl": gate.perplexity(scores.values()), "records": len(scores), "scored": len(missing)}
-        return self._row(REFERENCE, "gate", "done", setting, effective, figures, time.perf_counter() - started)
+        return self._row(REFERENCE, "gate", status, setting, effective, figures, time.perf_counter() - started)
 
     def measure(self, trial: int, setting: Setting, effective: Setting) -> tuple[gate.Verdict, Measurement]:
         """Score records until the verdict stands, and no further.
@@ -80,6 +89,8 @@ class PerplexityStage(Stage):
         status, scored = "remembered", 0
         figures: dict[str, Any] = {}
         if len(scores) == len(self._order) and self._memory_holds is None:
+            self._recall_proof()
+        if len(scores) == len(self._order) and self._memory_holds is None:
             status = "proof"
             again = self._score(trial, setting, self._order[::-1])
             scored, figures["shift"] = len(again), gate.largest_shift(scores, again)
@@ -96,6 +107,8 @@ class PerplexityStage(Stage):
             scores = self._score(trial, setting, missing, key, scores)
             scored, verdict = len(scores) - known, self._judge(scores)
         if verdict.used == verdict.of and gate.near(verdict.ppl, self._ceiling):
+            if key not in self._again:
+                self._recall_second_scorings()
             if key not in self._again:
                 status = "done"
                 twice = self._score(trial, setting, self._order[::-1])
@@ -130,17 +143,24 @@ class PerplexityStage(Stage):
     ) -> dict[str, gate.RecordScore]:
         """Score records one by one, after those `known`; returns both.
 
-        With a `key` each is remembered at once: whatever happens next, it need not be scored again. With `known`
-        scores, even none, it ends as soon as the verdict is over.
+        With a `key` they are remembered every REMEMBER_S and at the end, also at an untimely one: what was scored need
+        not be scored again. With `known` scores, even none, it ends as soon as the verdict is over.
         """
         scores = dict(known or {})
-        for number, record in enumerate(map(self._records.__getitem__, records)):
-            self._observer.stage(trial, setting, "gate", number, len(records))
-            scores[record.id] = score(self._session, record)
-            if key is not None:
-                self._store.remember_scores(key, {record.id: scores[record.id]})
-            if known is not None and self._judge(scores).outcome == "over":
-                break
+        new: dict[str, gate.RecordScore] = {}
+        remembered_at = time.monotonic()
+        try:
+            for number, record in enumerate(map(self._records.__getitem__, records)):
+                self._observer.stage(trial, setting, "gate", number, len(records))
+                scores[record.id] = new[record.id] = score(self._session, record)
+                if key is not None and time.monotonic() - remembered_at > REMEMBER_S:
+                    self._store.remember_scores(key, new)
+                    new, remembered_at = {}, time.monotonic()
+                if known is not None and self._judge(scores).outcome == "over":
+                    break
+        finally:
+            if key is not None and new:
+                self._store.remember_scores(key, new)
         return scores
 
     def _forget(self, shift: float) -> None:

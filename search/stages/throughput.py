@@ -6,6 +6,7 @@ import hashlib
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ MIN_PROMPTS = 6  # timed before an interval is believed
 LEAST_CHANCE = 0.5  # of being faster than a setting that is no worse: below it a trial is not timed further
 DRIFT_PROMPTS = 8  # timed at the reference setting when it is due again
 CONTROL_AGE_S = 1.0  # a control older than this no longer says how fast the machine is now
+REFERENCE_PASSES, CARD_PASSES = ("done", "repeat"), ("card", "card-repeat")  # on the first card, on another
+BETWEEN_PROCESSES = math.sqrt(2) * 0.0016  # relative noise between two processes' passes: public A10G re-runs
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,11 @@ class Timed:
 
 
 class ThroughputStage(Stage):
-    """Times the tune prompts. `recall` must have run before a trial is measured."""
+    """Times the tune prompts on one card. `recall` must have run before a trial is measured.
+
+    Latencies are compared within the card alone. What is returned is on the scale of the card that the study's
+    reference was measured on: times its throughput at the reference setting, over this card's.
+    """
 
     def __init__(self, spec: StudySpec, session: EngineSession, store: Store, observer: Observer) -> None:
         super().__init__(session, store, observer)
@@ -55,27 +62,43 @@ class ThroughputStage(Stage):
         self._since_drift = 0  # trials, since then
         self._environment: int | None = None  # the worker it was timed in
         self._anchors: list[dict[str, float]] = []
+        self._rival: tuple[int, list[speed.PromptTiming]] = REFERENCE, []  # the last one: a trial, its prompts
+        self._scale, self._scale_error = 1.0, 0.0  # of the first card to this one (see `speed.rescaled`)
 
-    def recall(self) -> None:
-        """Take up what the store knows of the study; the reference must have been measured."""
-        reference = self._store.measurements("speed", "done", REFERENCE)[0]
-        again = self._store.measurements("speed", "repeat", REFERENCE)[0]
+    def recall(self, card: str, passes: Sequence[Measurement]) -> None:
+        """Take up what the store knows of the study on this card.
+
+        Args:
+            card: its name.
+            passes: the two passes over the tune prompts at the reference setting on this card.
+        """
+        reference, again = passes
+        first, first_again = reference_passes(self._store, None)
         self._reference = reference.setting
         self._noise = float(reference.figures["noise"])
         self._distinct_4grams = float(reference.figures["distinct_4grams"])
-        self._reference_s = _mean_seconds(
-            {t.prompt: t.latency_s for t in reference.timings}, {t.prompt: t.latency_s for t in again.timings}
-        )
+        self._reference_s = _of_both(reference, again)
+        if reference.id != first.id:
+            here, there = math.fsum(self._reference_s.values()), math.fsum(_of_both(first, first_again).values())
+            timing = math.hypot(self._noise, float(first.figures["noise"])) / math.sqrt(2 * len(self._prompts))
+            self._scale, self._scale_error = here / there, math.hypot(timing, BETWEEN_PROCESSES)
+            self._observer.note(
+                f"This card ({card}) runs the reference setting {there / here:.3f} × as fast as the one that the study "
+                f"began on (± {1.96 * self._scale_error:.1%}); its figures are put on that one's scale."
+            )
         self._reference_hashes = {t.prompt: t.output_hash for t in reference.timings}
         self._environment = reference.environment_id
+        here_too = {e.id for e in self._store.environments() if e.card in (None, card)}
         for timed in self._store.measurements("speed", "drift"):
-            self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
+            if timed.environment_id in here_too:
+                self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
         self._anchors = [self._reference_s]
-        for measured in self._store.measurements("speed", "done"):
-            if measured.trial != REFERENCE and len(measured.timings) == len(self._prompts):
-                self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
+        for measured in self._store.fully_timed(len(self._prompts), card):
+            self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
 
-    def measure_reference(self, setting: Setting, effective: Setting) -> tuple[speed.Throughput, list[Measurement]]:
+    def measure_reference(
+        self, setting: Setting, effective: Setting, statuses: tuple[str, str] = REFERENCE_PASSES
+    ) -> tuple[speed.Throughput, list[Measurement]]:
         """Time the reference setting on every tune prompt, twice: everything else is relative to it."""
         passes = [[Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._prompts)] for _ in range(2)]
         first, again = ([t.seconds for t in timed] for timed in passes)
@@ -88,8 +111,8 @@ class ThroughputStage(Stage):
         found = speed.estimate(timings, [mean_s], noise / math.sqrt(2))
         figures = {"noise": noise, **_figures(found, passes[0])}
         return found, [
-            self._speed_row(REFERENCE, "done", setting, effective, figures, passes[0]),
-            self._speed_row(REFERENCE, "repeat", setting, effective, {}, passes[1]),
+            self._speed_row(REFERENCE, statuses[0], setting, effective, figures, passes[0]),
+            self._speed_row(REFERENCE, statuses[1], setting, effective, {}, passes[1]),
         ]
 
     def time_reference_again(self, trial: int) -> Measurement | None:
@@ -199,12 +222,24 @@ class ThroughputStage(Stage):
         )
         return found, remark, warning
 
+    def on_first_card(self, found: speed.Throughput) -> speed.Throughput:
+        """A throughput of this card on the scale of the one that the study's reference was measured on."""
+        return found if self._scale_error == 0 else speed.rescaled(found, self._scale, self._scale_error)
+
     def _timings_of(self, trial: int | None) -> list[speed.PromptTiming]:
         """A measured trial's prompts, drift undone."""
         if trial is None:
             return []
-        (measured,) = self._store.measurements("speed", "done", trial)
-        return [speed.PromptTiming(t.prompt, t.tokens, t.latency_s / t.drift, t.output_hash) for t in measured.timings]
+        if trial != self._rival[0]:
+            (measured,) = self._store.measurements("speed", "done", trial)
+            self._rival = (
+                trial,
+                [
+                    speed.PromptTiming(t.prompt, t.tokens, t.latency_s / t.drift, t.output_hash)
+                    for t in measured.timings
+                ],
+            )
+        return self._rival[1]
 
     def _beaten(self, timed: list[Timed], rival: list[speed.PromptTiming]) -> bool:
         found = self._compared(timed, rival)
@@ -215,11 +250,12 @@ class ThroughputStage(Stage):
         return speed.compare([_timing(t.decoded, t.seconds) for t in timed], rival, noise)
 
     def _throughput_of(self, trial: int | None) -> speed.Throughput | None:
-        """A measured trial's estimate."""
+        """A measured trial's estimate, on this card's own scale."""
         known = self._store.outcome(trial) if trial is not None else None
         if known is None or not (known.tps and known.tps_low and known.tps_high):
             return None
-        return speed.Throughput(known.tps, known.tps_low, known.tps_high, known.prompts or 0)
+        here = (known.card_tps or known.tps) / known.tps
+        return speed.Throughput(known.tps * here, known.tps_low * here, known.tps_high * here, known.prompts or 0)
 
     def _no_faster_than(
         self,
@@ -298,6 +334,19 @@ class ThroughputStage(Stage):
         return row
 
 
+def reference_passes(store: Store, card: str | None) -> list[Measurement]:
+    """The two passes at the reference setting on `card`, or (None) on the card that the study began on.
+
+    Empty where the reference has not been measured there.
+    """
+    of_card = {e.id: e.card for e in store.environments()}
+    firsts = [store.measurements("speed", status, REFERENCE)[0] for status in REFERENCE_PASSES]
+    if card is None or of_card[firsts[0].environment_id] in (None, card):
+        return firsts
+    passes = [store.measurements("speed", status, REFERENCE) for status in CARD_PASSES]
+    return next(([a, b] for a, b in zip(*passes, strict=True) if of_card[a.environment_id] == card), [])
+
+
 def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> str | None:
     """Why a timed prompt cannot be what it says, or None: `tokens` were asked for, at K = `drafts`."""
     accepted = sum(decoded.accepted_per_pos)
@@ -315,6 +364,11 @@ def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> st
 
 def _timing(decoded: Decoded, seconds: float) -> speed.PromptTiming:
     return speed.PromptTiming(decoded.prompt_id, decoded.tokens, seconds, decoded.output_hash)
+
+
+def _of_both(first: Measurement, again: Measurement) -> dict[str, float]:
+    """Seconds by prompt over two passes that are stored."""
+    return _mean_seconds(*({t.prompt: t.latency_s for t in measured.timings} for measured in (first, again)))
 
 
 def _mean_seconds(first: dict[str, float], again: dict[str, float]) -> dict[str, float]:

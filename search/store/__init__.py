@@ -8,6 +8,7 @@ from search.store.database import (
     engine_options,
     full_url,
     open_engine,
+    optuna_options,
     safe_url,
     sqlite_file,
     study_names,
@@ -23,8 +24,10 @@ from search.store.models import (
     Outcome,
     PromptTimingRow,
 )
+from search.store.patience import patiently, server_lost
+from search.store.slots import REFERENCE
 from search.store.spool import Spool
-from search.store.store import REFERENCE, Store, setting_key
+from search.store.store import Store, setting_key
 
 __all__ = [
     "REFERENCE",
@@ -43,8 +46,11 @@ __all__ = [
     "full_url",
     "load",
     "open_engine",
+    "optuna_options",
     "pareto_front",
+    "patiently",
     "safe_url",
+    "server_lost",
     "setting_key",
     "sqlite_file",
     "study_names",

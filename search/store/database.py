@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Engine, create_engine, delete, event, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Engine, create_engine, delete, event, func, select
+from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from search.errors import SearchError, UsageError
 from search.secrets import redact
@@ -15,6 +18,8 @@ from search.store.models import Definition, Slot
 from search.store.schema import bring_up_to_date
 
 BUSY_TIMEOUT_S = 100
+CONNECT_TIMEOUT_S, NO_ANSWER_S = 10, 30  # a link that was cut is noticed after so long, by searcher and server
+PING_AFTER_S = 1.0
 TURN = 0x7061_7265  # "pare": the lock by which searchers on PostgreSQL take turns
 
 
@@ -70,6 +75,8 @@ def open_engine(url: str, *, must_exist: bool = False) -> Engine:
     try:
         engine = create_engine(_parse(url), **engine_options(url))
         _take_turns(engine)
+        if engine.dialect.name == "postgresql":
+            _look_at_idle_connections(engine)
         with engine.begin() as connection:
             bring_up_to_date(connection)
             connection.execute(delete(Slot).where(Slot.study == ""))  # proves that it can be written
@@ -84,16 +91,39 @@ def cause_of(error: Exception) -> str:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """How engines on a study database are made, ours and Optuna's: SQLite waits for locks, others notice lost links."""
-    if _parse(url).get_backend_name() == "sqlite":
+    """How engines on a study database are made: SQLite waits for locks, others notice lost links."""
+    parsed = _parse(url)
+    if parsed.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
-    return {"pool_pre_ping": True}
+    if parsed.get_backend_name() != "postgresql":
+        return {"pool_pre_ping": True}  # MySQL, say
+    # Without these a searcher behind a cut cable would wait for its answer for a quarter of an hour, and the server
+    # would keep its locks as long.
+    server = f"-c idle_in_transaction_session_timeout={NO_ANSWER_S}s -c tcp_user_timeout={NO_ANSWER_S}s"
+    arguments = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "keepalives_idle": NO_ANSWER_S // 3,
+        "keepalives_interval": NO_ANSWER_S // 6,
+        "keepalives_count": 4,
+        "tcp_user_timeout": NO_ANSWER_S * 1000,
+        "options": server,
+    }
+    arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
+    return {"pool_size": 1, "connect_args": arguments}
+
+
+def optuna_options(url: str, engine: Engine) -> dict[str, Any]:
+    """How Optuna's engine on the study database is made: with a server it shares our connection."""
+    options = engine_options(url)
+    return options if engine.dialect.name == "sqlite" else {"pool": engine.pool}
 
 
 def _take_turns(engine: Engine) -> None:
-    """Make our transactions wait for one another from their first statement, so that no two searchers cross.
+    """Make our transactions that write wait for one another from their first statement, so that no two cross.
 
-    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use.
+    They take milliseconds. SQLite begins with its write lock; PostgreSQL with a lock that has no other use. What only
+    reads (the execution option `reading`) waits for nobody on PostgreSQL, nor does what writes under locks of its own
+    (`alone`): where many searchers share a few cores, whoever holds a lock is seldom the one that runs.
     """
     if engine.dialect.name == "sqlite":
 
@@ -105,7 +135,34 @@ def _take_turns(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: sqlalchemy.Connection) -> None:
-        connection.exec_driver_sql(first)
+        options = connection.get_execution_options()
+        if engine.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN" if options.get("reading") else first)
+        elif not options.get("reading") and not options.get("alone"):
+            connection.exec_driver_sql(first)
+
+
+def _look_at_idle_connections(engine: Engine) -> None:
+    """Look whether a connection still stands, before it is used, only where it was idle: a trial uses it 100 times."""
+
+    @event.listens_for(engine, "checkin")
+    def checkin(_connection: Any, record: Any) -> None:
+        record.info["idle_since"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def checkout(connection: Any, record: Any, _proxy: Any) -> None:
+        if time.monotonic() - record.info.get("idle_since", float("inf")) > PING_AFTER_S:
+            try:
+                engine.dialect.do_ping(connection)
+            except engine.dialect.dbapi.Error as error:  # type: ignore[union-attr]
+                raise DisconnectionError from error  # the pool opens another
+
+
+def take_turn(session: Session, what: str) -> None:
+    """Inside a transaction on PostgreSQL: wait for others that have taken this turn, until their transactions end."""
+    if session.get_bind().dialect.name == "postgresql":
+        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big", signed=True)
+        session.execute(select(func.pg_advisory_xact_lock(number)))
 
 
 def study_names(engine: Engine) -> list[str]:

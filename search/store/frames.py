@@ -9,7 +9,8 @@ from search.errors import SearchError
 from search.knobs import KNOWN
 from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
-from search.store.store import REFERENCE, Store
+from search.store.slots import REFERENCE
+from search.store.store import Store
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -29,13 +30,13 @@ class Frames:
     trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
         ppl (over the records that the gate used), ppl_of_all (over all of them; an estimate where it was rejected
         early), on_front, acceptance_rate (a list by position), reused_from, reason, failure, failed_stage, warning,
-        wall_s, finished_at.
+        wall_s, finished_at, card, and card_tps, what tps was on that card.
     reference: the same of the reference setting.
     stages: a row a stage of a trial: trial, stage, status, wall_s, made_at, and drift, low, high where the reference
         was timed again.
     confirmations: a row a finalist: trial, eligible, reason, claimed, mean, low, high, p_pass, tune_tps, held_out_tps,
         gap, ppl, held_out_ratio, identity_rate, and a column for each knob.
-    environments: a row an engine start: facts as columns, start_s, started_at.
+    environments: a row an engine start: facts as columns, card, start_s, started_at.
     """
 
     study: str
@@ -85,7 +86,10 @@ def frames(store: Store) -> Frames:
         stages=_table([_stage(m) for m in stages], STAGE_COLUMNS),
         confirmations=_table([_confirmation(c) for c in store.confirmations()], CONFIRMATION_COLUMNS),
         environments=pd.DataFrame(
-            [{**e.facts, "start_s": e.start_s, "started_at": e.created_at} for e in store.environments()]
+            [
+                {**e.facts, "card": e.card, "start_s": e.start_s, "started_at": e.created_at}
+                for e in store.environments()
+            ]
         ),
     )
 
@@ -99,7 +103,7 @@ def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
 
 def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[str, Any]:
     names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "prompts", "reused_from", "reason")
-    more = ("failure", "failed_stage", "warning", "wall_s")
+    more = ("failure", "failed_stage", "warning", "wall_s", "card", "card_tps")
     return {
         **{name: getattr(outcome, name) for name in (*names, *more)},
         "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),

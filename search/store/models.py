@@ -34,7 +34,8 @@ class Definition(Base):
 class Slot(Base):
     """One of the study's N places: `ordinal` seeds the sampler, `trial` is who took it.
 
-    `owner` (host, pid, start time of the process) tells whether an unfinished slot's searcher still lives.
+    `owner` (host, pid, start time of the process) tells whether an unfinished slot's searcher still lives; its
+    `setting_key` is claimed until it is finished or given back. The place -1 is the reference setting's.
     """
 
     __tablename__ = "pareto_slot"
@@ -44,10 +45,26 @@ class Slot(Base):
     owner: Mapped[str] = mapped_column(String(200))
     trial: Mapped[int | None]
     finished: Mapped[bool] = mapped_column(default=False)
+    setting_key: Mapped[str | None] = mapped_column(String(200))
+
+
+class Searcher(Base):
+    """A searcher at work: it renews its lease while it lives. `name` tells those of one command apart."""
+
+    __tablename__ = "pareto_searcher"
+
+    owner: Mapped[str] = mapped_column(String(200), primary_key=True)
+    study: Mapped[str] = mapped_column(String(200), index=True)
+    name: Mapped[str] = mapped_column(String(200))
+    renewed_at: Mapped[datetime]
+    started_at: Mapped[datetime]
 
 
 class Environment(Base):
-    """Where measurements were made: one row an engine start; `log` is the file of its worker's output."""
+    """Where measurements were made: one row an engine start.
+
+    `card` is the device (see `search.card`), `log` the file of the worker's output.
+    """
 
     __tablename__ = "pareto_environment"
 
@@ -59,6 +76,7 @@ class Environment(Base):
     build_hash: Mapped[str] = mapped_column(String(16))
     native: Mapped[dict[str, Any]]
     facts: Mapped[dict[str, Any]]
+    card: Mapped[str | None] = mapped_column(String(200))
     log: Mapped[str | None] = mapped_column(String(500))
     start_s: Mapped[float]
     created_at: Mapped[datetime] = mapped_column(default=_now)
@@ -70,7 +88,8 @@ class Measurement(Base):
     `stage` is gate or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
     although it was remembered, to prove the memory right); repeat (the reference timed again, for the noise);
     control (prompts at the reference setting in between a trial's, for the drift); drift (the same between trials,
-    or in a new worker); or interrupted.
+    or in a new worker); card and card-repeat (the reference on another card than the first, for the scale between
+    them); or interrupted.
     """
 
     __tablename__ = "pareto_measurement"
@@ -129,8 +148,10 @@ class Outcome(Base):
 
     `ppl` is over the records that the verdict used; `excess`, the constraint, is how far the perplexity over all of
     them is (or, from fewer, is estimated to be) over the ceiling. The reference setting's stands under trial -1.
-    `reason` says why it ended as it did. Of a failed trial `failure` is the protocol's failure kind, beside the stage
-    that failed and the worker's log. `warning` says what is wrong with the model that was measured.
+    `tps` and its interval are on the scale of the card that the reference was measured on; `card` is the one that the
+    trial was measured on, and `card_tps` what it showed there. `reason` says why it ended as it did. Of a failed
+    trial `failure` is the protocol's failure kind, beside the stage that failed and the worker's log. `warning` says
+    what is wrong with the model that was measured.
     """
 
     __tablename__ = "pareto_outcome"
@@ -146,6 +167,8 @@ class Outcome(Base):
     tps: Mapped[float | None]
     tps_low: Mapped[float | None]
     tps_high: Mapped[float | None]
+    card: Mapped[str | None] = mapped_column(String(200))
+    card_tps: Mapped[float | None]
     prompts: Mapped[int | None]
     reused_from: Mapped[int | None]
     reason: Mapped[str | None] = mapped_column(String(1000))
@@ -221,4 +244,5 @@ class FrontPoint(Base):
     tps_high: Mapped[float]
     ppl: Mapped[float]
     setting: Mapped[dict[str, Any]]
+    card: Mapped[str | None] = mapped_column(String(200))
     simulated: Mapped[bool]

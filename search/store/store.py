@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, delete, func, select
+from sqlalchemy import Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import selectinload, sessionmaker
+from sqlalchemy.orm import Session, selectinload
 
-from search.errors import SpooledError, UsageError
+from search.errors import LostClaimError, SpooledError, UsageError
 from search.gate import RecordScore
 from search.owner import on_this_host, owner_lives, owner_name
-from search.store.database import cause_of
+from search.store.database import cause_of, take_turn
 from search.store.front import pareto_front
 from search.store.models import (
     Confirmation,
@@ -29,9 +30,9 @@ from search.store.models import (
     RecordScoreRow,
     Slot,
 )
+from search.store.patience import patient, patiently
+from search.store.slots import REFERENCE, Slots
 from search.store.spool import Spool, Waiting
-
-REFERENCE = -1
 
 
 def setting_key(setting: Mapping[str, Any]) -> str:
@@ -39,15 +40,21 @@ def setting_key(setting: Mapping[str, Any]) -> str:
     return json.dumps(setting, sort_keys=True)
 
 
-class Store:
+class Store(Slots):
     """One study's rows in a study database.
 
-    With a `spool`, measurements that the database does not take wait there.
+    With a `spool`, measurements that the database does not take wait there. `note` is told when the database server
+    does not answer and is waited for.
     """
 
-    def __init__(self, engine: Engine, study: str, spool: Spool | None = None) -> None:
-        self._session = sessionmaker(engine, expire_on_commit=False)  # rows outlive their session
-        self.study = study
+    def __init__(
+        self,
+        engine: Engine,
+        study: str,
+        spool: Spool | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        super().__init__(engine, study, note)
         self._spool = spool
 
     def take_in_spool(self) -> int:
@@ -60,7 +67,8 @@ class Store:
         try:
             for waiting in spool.take() if spool else ():
                 if waiting.outcome is not None:
-                    self.finish(waiting.outcome, waiting.measurements, waiting.slot)
+                    with suppress(LostClaimError):  # it was measured again meanwhile
+                        self.finish(waiting.outcome, waiting.measurements, waiting.slot)
                 else:
                     self.add_all(waiting.measurements)
                 if waiting.gate_key is not None:
@@ -90,6 +98,7 @@ class Store:
 
     # The study ------------------------------------------------------------------------------------------
 
+    @patient
     def define(self, definition: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Record what the study is, or check that it still is (see `check_definition`)."""
         with self._session() as session, session.begin():
@@ -97,13 +106,14 @@ class Store:
                 session.add(Definition(study=self.study, definition=dict(definition), options=dict(options)))
         self.check_definition(definition)
 
+    @patient
     def check_definition(self, definition: Mapping[str, Any], ignore: Collection[str] = ()) -> None:
         """Check that `definition` is the one the study was started with.
 
         Raises:
             UsageError: a key, which is named, has another value now.
         """
-        with self._session() as session:
+        with self._reading() as session:
             stored = session.get_one(Definition, self.study).definition
         for key in sorted((set(stored) | set(definition)) - set(ignore)):
             before, now = stored.get(key), definition.get(key)
@@ -113,132 +123,173 @@ class Store:
                     "Undo the change, or use another --storage or another name in the study file."
                 )
 
-    # Slots ----------------------------------------------------------------------------------------------
-
-    def take_slot(self, total: int, owner: str) -> int | None:
-        """The smallest free place below `total`, now `owner`'s; None when every place is taken."""
-        with self._session() as session, session.begin():
-            taken = set(session.scalars(select(Slot.ordinal).where(Slot.study == self.study)))
-            free = next((n for n in range(total) if n not in taken), None)
-            if free is not None and len(taken) < total:
-                session.add(Slot(study=self.study, ordinal=free, owner=owner))
-                return free
-            return None
-
-    def assign_slot(self, ordinal: int, trial: int) -> None:
-        """Say which trial holds a place."""
-        with self._session() as session, session.begin():
-            session.get_one(Slot, (self.study, ordinal)).trial = trial
-
-    def free_unfinished_slot(self, ordinal: int) -> None:
-        """Give a place back, unless its trial finished."""
-        with self._session() as session, session.begin():
-            session.execute(
-                delete(Slot).where(Slot.study == self.study, Slot.ordinal == ordinal, Slot.finished.is_(False))
-            )
-
-    def slots(self) -> list[Slot]:
-        """Every place that is taken."""
-        with self._session() as session:
-            return list(session.scalars(select(Slot).where(Slot.study == self.study)))
-
-    def finished(self) -> int:
-        """How many places are finished."""
-        query = select(func.count()).where(Slot.study == self.study, Slot.finished.is_(True))
-        with self._session() as session:
-            return session.scalar(query) or 0
-
     # Processes ------------------------------------------------------------------------------------------
 
+    @patient
     def process_started(self, mark: str, what: str) -> None:
         """A process group whose members carry `mark` is about to be started."""
-        with self._session() as session, session.begin():
-            session.add(Process(mark=mark, owner=owner_name(), what=what))
+        with self._alone() as session, session.begin():
+            session.merge(Process(mark=mark, owner=owner_name(), what=what))
 
     def process_ended(self, mark: str) -> None:
         """All of a process group is gone; where that cannot be noted, the next start sees it."""
-        with suppress(SQLAlchemyError), self._session() as session, session.begin():
+        with suppress(SQLAlchemyError), self._alone() as session, session.begin():
             session.execute(delete(Process).where(Process.mark == mark))
 
+    @patient
     def orphan_marks(self) -> set[str]:
         """Marks of process groups on this host whose owner has died."""
-        with self._session() as session:
+        with self._reading() as session:
             rows = session.scalars(select(Process)).all()
         return {row.mark for row in rows if on_this_host(row.owner) and not owner_lives(row.owner)}
 
     # Measurements ---------------------------------------------------------------------------------------
 
+    @patient
     def add_environment(self, environment: Environment) -> int:
         """Write one; returns its id."""
-        with self._session() as session, session.begin():
+        with self._alone() as session, session.begin():
             session.add(environment)
             session.flush()
             return environment.id
 
     def add_facts(self, environment: int, facts: Mapping[str, Any]) -> None:
         """Add to what is known of an environment; where that cannot be noted, nothing else is lost."""
-        with suppress(SQLAlchemyError), self._session() as session, session.begin():
+        with suppress(SQLAlchemyError), self._alone() as session, session.begin():
             row = session.get_one(Environment, environment)
             row.facts = {**row.facts, **facts}
 
     def add_all(self, measurements: Sequence[Measurement]) -> None:
         """Write measurements with their timings."""
-        with self._or_spooled(Waiting(measurements=measurements)), self._session() as session, session.begin():
-            session.add_all(measurements)
 
+        def write() -> None:
+            with self._alone() as session, session.begin():
+                session.add_all(m for m in measurements if not self._is_there(session, m))
+
+        for measurement in measurements:
+            measurement.created_at = measurement.created_at or datetime.now(UTC)
+        with self._or_spooled(Waiting(measurements=measurements)):
+            patiently(write, self.note)
+
+    def _is_there(self, session: Session, row: Measurement) -> bool:
+        """Whether a row was written already, and only the answer was lost on the way."""
+        same = (getattr(Measurement, name) for name in ("trial", "stage", "status", "created_at"))
+        query = select(Measurement.id).where(
+            Measurement.study == self.study, *(column == getattr(row, column.key) for column in same)
+        )
+        return session.scalars(query).first() is not None
+
+    @patient
     def remembered_scores(self, gate_key: str) -> dict[str, RecordScore]:
         """Records already scored under `gate_key`, by record id."""
-        with self._session() as session:
+        with self._reading() as session:
             rows = session.scalars(select(RecordScoreRow).where(RecordScoreRow.gate_key == gate_key))
             return {row.record: RecordScore(row.nll, row.tokens) for row in rows}
 
     def remember_scores(self, gate_key: str, scores: Mapping[str, RecordScore]) -> None:
         """Add record scores; those already there stay as they are."""
-        waiting = Waiting(gate_key=gate_key, scores=scores)
-        with self._or_spooled(waiting), self._session() as session, session.begin():
-            among = RecordScoreRow.gate_key == gate_key, RecordScoreRow.record.in_(scores)
-            there = set(session.scalars(select(RecordScoreRow.record).where(*among)))
-            session.add_all(
-                RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
-                for record, score in scores.items()
-                if record not in there
-            )
+
+        def write() -> None:
+            with self._alone() as session, session.begin():
+                take_turn(session, gate_key)
+                among = RecordScoreRow.gate_key == gate_key, RecordScoreRow.record.in_(scores)
+                there = set(session.scalars(select(RecordScoreRow.record).where(*among)))
+                session.add_all(
+                    RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
+                    for record, score in scores.items()
+                    if record not in there
+                )
+
+        with self._or_spooled(Waiting(gate_key=gate_key, scores=scores)):
+            patiently(write, self.note)
 
     def finish(self, outcome: Outcome, measurements: Sequence[Measurement] = (), slot: int | None = None) -> None:
         """Write a trial's rows, its slot and the study's new front in one transaction.
 
-        Of two searchers that both measured the reference the first one's stands.
+        A trial that has an outcome keeps it.
+
+        Raises:
+            LostClaimError: the trial's slot was given to another, because its searcher seemed to be dead.
         """
-        waiting = Waiting(outcome, measurements, slot)
-        with self._or_spooled(waiting), self._session() as session, session.begin():
+        with self._or_spooled(Waiting(outcome, measurements, slot)):
+            patiently(lambda: self._finish(outcome, measurements, slot), self.note)
+
+    def _finish(self, outcome: Outcome, measurements: Sequence[Measurement], slot: int | None) -> None:
+        with self._alone() as session, session.begin():
+            place = session.get(Slot, (self.study, slot), with_for_update=True) if slot is not None else None
             if session.get(Outcome, (self.study, outcome.trial)) is not None:
                 return
+            if slot is not None:
+                if place is None or place.trial != outcome.trial:
+                    raise LostClaimError(outcome.trial)
+                place.finished = True
             session.add_all(measurements)
             session.add(outcome)
-            if slot is not None and (place := session.get(Slot, (self.study, slot))) is not None:
-                place.finished = True
-            session.flush()
-            complete = session.scalars(
-                select(Outcome)
-                .where(Outcome.study == self.study, Outcome.trial != REFERENCE, Outcome.state == "COMPLETE")
-                .order_by(Outcome.trial)
-            )
-            session.execute(delete(FrontPoint).where(FrontPoint.study == self.study))
-            session.add_all(_front_point(point) for point in pareto_front(_as_they_stand(complete)))
+            if outcome.state == "COMPLETE" and outcome.trial != REFERENCE:
+                session.flush()
+                if outcome.reused_from is None and self._measured_before(session, outcome):
+                    take_turn(session, f"front of {self.study}")
+                    self._rewrite_front(session)
+                elif self._moves_front(session, outcome):
+                    take_turn(session, f"front of {self.study}")
+                    self._move_front(session, outcome)
+
+    def _measured_before(self, session: Session, outcome: Outcome) -> bool:
+        """Whether another trial has timed the setting: what the front was made from then stands no more."""
+        query = select(Outcome.trial).where(
+            Outcome.study == self.study,
+            Outcome.trial.not_in((REFERENCE, outcome.trial)),
+            Outcome.setting_key == outcome.setting_key,
+            Outcome.state == "COMPLETE",
+        )
+        return session.scalars(query.limit(1)).first() is not None
+
+    def _rewrite_front(self, session: Session) -> None:
+        complete = session.scalars(
+            select(Outcome)
+            .where(Outcome.study == self.study, Outcome.trial != REFERENCE, Outcome.state == "COMPLETE")
+            .order_by(Outcome.trial)
+        )
+        session.execute(delete(FrontPoint).where(FrontPoint.study == self.study))
+        session.add_all(_front_point(point) for point in pareto_front(_as_they_stand(complete)))
+
+    def _moves_front(self, session: Session, outcome: Outcome) -> bool:
+        """Whether a trial may reach the front; one that stands behind it now stands behind any later one."""
+        point = _front_point(outcome)
+        return point in pareto_front(sorted([*self._front(session), point], key=lambda p: p.trial))
+
+    def _move_front(self, session: Session, outcome: Outcome) -> None:
+        stored = self._front(session)
+        points = sorted([*stored, _front_point(outcome)], key=lambda point: point.trial)
+        front = pareto_front(points)
+        for point in points:
+            if point in front and point not in stored:
+                session.add(point)
+            elif point in stored and point not in front:
+                session.delete(point)
+
+    def _front(self, session: Session) -> list[FrontPoint]:
+        return list(session.scalars(select(FrontPoint).where(FrontPoint.study == self.study)))
 
     # Reading --------------------------------------------------------------------------------------------
 
-    def outcomes(self) -> list[Outcome]:
-        """Every trial's outcome but the reference's, by trial number."""
+    @patient
+    def outcomes(self, without: Collection[int] = ()) -> list[Outcome]:
+        """Every trial's outcome but the reference's and those `without`, by trial number."""
         query = select(Outcome).where(Outcome.study == self.study, Outcome.trial != REFERENCE)
-        with self._session() as session:
+        with self._reading() as session:
+            if without:
+                numbers = select(Outcome.trial).where(Outcome.study == self.study, Outcome.trial != REFERENCE)
+                query = query.where(Outcome.trial.in_(set(session.scalars(numbers)) - set(without)))
             return list(session.scalars(query.order_by(Outcome.trial)))
 
+    @patient
     def outcome(self, trial: int) -> Outcome | None:
         """One trial's outcome; `REFERENCE` asks for the reference setting's."""
-        with self._session() as session:
+        with self._reading() as session:
             return session.get(Outcome, (self.study, trial))
 
+    @patient
     def measured(self, setting: Mapping[str, Any]) -> Outcome | None:
         """The outcome of the last trial that measured `setting` (COMPLETE or PRUNED), if one did."""
         query = select(Outcome).where(
@@ -248,23 +299,26 @@ class Store:
             Outcome.state.in_(("COMPLETE", "PRUNED")),
             Outcome.reused_from.is_(None),
         )
-        with self._session() as session:
+        with self._reading() as session:
             return session.scalars(query.order_by(Outcome.trial.desc())).first()
 
+    @patient
     def failures(self, setting: Mapping[str, Any]) -> list[str]:
         """Failure kinds of the trials that tried `setting` and failed, oldest first."""
         query = select(Outcome.failure).where(
             Outcome.study == self.study, Outcome.setting_key == setting_key(setting), Outcome.state == "FAIL"
         )
-        with self._session() as session:
+        with self._reading() as session:
             return [kind for kind in session.scalars(query.order_by(Outcome.trial)) if kind]
 
+    @patient
     def front(self) -> list[FrontPoint]:
         """The stored front, slowest first."""
         query = select(FrontPoint).where(FrontPoint.study == self.study).order_by(FrontPoint.tps)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
+    @patient
     def measurements(self, stage: str, status: str, trial: int | None = None) -> list[Measurement]:
         """Measurements of one stage and status with their timings, oldest first; of one trial or of all."""
         query = select(Measurement).where(
@@ -273,23 +327,46 @@ class Store:
         if trial is not None:
             query = query.where(Measurement.trial == trial)
         query = query.options(selectinload(Measurement.timings)).order_by(Measurement.id)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
+    @patient
+    def fully_timed(self, prompts: int, card: str | None) -> list[Measurement]:
+        """The speed measurements of trials that were timed on `prompts` prompts on `card`, with their timings."""
+        query = (
+            select(Measurement)
+            .join(Outcome, and_(Outcome.study == Measurement.study, Outcome.trial == Measurement.trial))
+            .where(
+                Measurement.study == self.study,
+                Measurement.stage == "speed",
+                Measurement.status == "done",
+                Outcome.trial != REFERENCE,
+                Outcome.prompts == prompts,
+                or_(Outcome.card.is_(None), Outcome.card == card),
+            )
+            .options(selectinload(Measurement.timings))
+            .order_by(Measurement.id)
+        )
+        with self._reading() as session:
+            return list(session.scalars(query))
+
+    @patient
     def stages(self) -> list[Measurement]:
         """Every measurement of the study without its timings, oldest first."""
         query = select(Measurement).where(Measurement.study == self.study).order_by(Measurement.id)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
+    @patient
     def options(self) -> dict[str, Any]:
         """What the study was first run with: engine, sampler, seed, trials."""
-        with self._session() as session:
+        with self._reading() as session:
             return dict(session.get_one(Definition, self.study).options)
 
+    @patient
     def definition(self) -> dict[str, Any]:
         """What the study is (see `define`)."""
-        with self._session() as session:
+        with self._reading() as session:
             return dict(session.get_one(Definition, self.study).definition)
 
     def best(self) -> Outcome | None:
@@ -297,8 +374,9 @@ class Store:
         front = self.front()
         return self.outcome(front[-1].trial) if front else None
 
-    def fastest_within(self, ppl: float) -> int | None:
-        """The fastest measured trial with perplexity at most `ppl`."""
+    @patient
+    def fastest_within(self, ppl: float, card: str | None = None) -> int | None:
+        """The fastest trial with perplexity at most `ppl` that was measured on `card` (or on any, before 0004)."""
         query = (
             select(Outcome.trial)
             .where(
@@ -307,26 +385,30 @@ class Store:
                 Outcome.state == "COMPLETE",
                 Outcome.ppl <= ppl,
                 Outcome.reused_from.is_(None),
+                or_(Outcome.card.is_(None), Outcome.card == card),
             )
             .order_by(Outcome.tps.desc(), Outcome.trial)
         )
-        with self._session() as session:
+        with self._reading() as session:
             return session.scalars(query.limit(1)).first()
 
+    @patient
     def add_confirmation(self, confirmation: Confirmation) -> None:
         """Write one; it replaces an earlier one of the same trial."""
         with self._session() as session, session.begin():
             session.merge(confirmation)
 
+    @patient
     def confirmation(self, trial: int) -> Confirmation | None:
         """What confirming a trial found, if it was confirmed."""
-        with self._session() as session:
+        with self._reading() as session:
             return session.get(Confirmation, (self.study, trial))
 
+    @patient
     def confirmations(self) -> list[Confirmation]:
         """All of them: those that may win first, each by the lower end of its interval, best first."""
         query = select(Confirmation).where(Confirmation.study == self.study)
-        with self._session() as session:
+        with self._reading() as session:
             found = list(session.scalars(query))
         return sorted(found, key=lambda c: (c.eligible, c.low or 0.0), reverse=True)
 
@@ -334,23 +416,27 @@ class Store:
         """The confirmed trial with the best lower bound among those that may win."""
         return next((c for c in self.confirmations() if c.eligible), None)
 
+    @patient
     def add_export(self, trial: int, folder: Path, manifest: Mapping[str, Any]) -> None:
         """Note that a trial was exported."""
         with self._session() as session, session.begin():
             session.add(Export(study=self.study, trial=trial, folder=str(folder)[-500:], manifest=dict(manifest)))
 
+    @patient
     def exports(self) -> list[Export]:
         """Every export of the study's trials, oldest first."""
         query = select(Export).where(Export.study == self.study).order_by(Export.id)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
+    @patient
     def environments(self) -> list[Environment]:
         """Every engine start of the study, oldest first."""
         query = select(Environment).where(Environment.study == self.study).order_by(Environment.id)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
+    @patient
     def gate_counts(self) -> dict[str, int]:
         """How many gate stages were scored and how many were remembered."""
         query = (
@@ -358,7 +444,7 @@ class Store:
             .where(Measurement.study == self.study, Measurement.stage == "gate")
             .group_by(Measurement.status)
         )
-        with self._session() as session:
+        with self._reading() as session:
             counts = {row.status: row.number for row in session.execute(query)}
         return {"scored": counts.get("done", 0), "remembered": counts.get("remembered", 0)}
 
@@ -380,6 +466,7 @@ def _front_point(outcome: Outcome) -> FrontPoint:
         tps_high=outcome.tps_high,
         ppl=outcome.ppl,
         setting=outcome.setting,
+        card=outcome.card,
         simulated=outcome.simulated,
     )
 
