@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,12 +20,12 @@ from search.engine.group import end_marked
 from search.errors import SearchError
 from search.owner import on_this_host, owner_lives, owner_name
 from search.stages import Observer
-from search.storage import SharedStorage, shared_storage
+from search.storage import SharedStorage, end_trial
 from search.store import REFERENCE, Outcome, Store, cause_of, full_url, optuna_options, safe_url
 
 OPEN_WAIT_S = 60.0  # for another searcher that is making Optuna's tables
 LEASE_S = 180.0  # of a searcher on another host: more than the two minutes for which a network may be cut
-CONSTRAINT = "constraints:ppl"  # where Optuna looks for the constraint named ppl
+CONSTRAINT = "ppl"
 
 
 def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
@@ -52,20 +51,6 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
                     f"Optuna cannot use the study database {safe_url(url)}: {cause_of(error)}."
                 ) from error
             time.sleep(0.5)
-
-
-def ask(study: optuna.Study, distributions: Mapping[str, BaseDistribution]) -> optuna.Trial:
-    """A trial that Optuna proposes: `study.ask`, with one reading of the others and one transaction for what it draws.
-
-    The trial is made in a transaction of its own, for which others wait; drawing keeps nobody waiting.
-    """
-    storage = shared_storage(study)
-    with storage.reading_once():
-        trial = study.ask()
-        with storage.together():
-            for name, distribution in distributions.items():
-                trial._suggest(name, distribution)
-    return trial
 
 
 def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = None) -> None:
@@ -97,12 +82,13 @@ def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = Non
     if outcome.state == "COMPLETE":
         assert outcome.tps is not None and outcome.ppl is not None
         values = [outcome.tps, outcome.ppl]
-    shared_storage(study).end_trial(
+    end_trial(
+        study,
         trial_id,
         TrialState[outcome.state],
         values,
         {name: value for name, value in attributes.items() if value is not None},
-        {CONSTRAINT: outcome.excess} if outcome.excess is not None else {},
+        {f"constraints:{CONSTRAINT}": outcome.excess} if outcome.excess is not None else {},
     )
 
 

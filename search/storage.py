@@ -48,8 +48,7 @@ class Together(Session):
 class SharedStorage(RDBStorage):
     """Optuna's tables, read and written in fewer and smaller statements.
 
-    What it reads of many trials is what samplers use: no user attributes and no intermediate values. One trial
-    (`get_trial`) is read whole.
+    Trials are read without intermediate values, which no search here reports.
     """
 
     def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
@@ -150,11 +149,10 @@ class SharedStorage(RDBStorage):
         for number, name, stored, text in session.execute(in_order):
             distributions[number][name] = distribution_of(text)
             params[number][name] = distribution_of(text).to_external_repr(stored)
-        attributes: dict[int, dict[str, Any]] = defaultdict(dict)
-        attribute: Any = models.TrialSystemAttributeModel
-        columns = attribute.trial_id, attribute.key, attribute.value_json
-        for number, key, text in session.execute(select(*columns).where(attribute.trial_id.in_(wanted))):
-            attributes[number][key] = json.loads(text)
+        user_attrs, system_attrs = (
+            self._read_attributes(session, kind, wanted)
+            for kind in (models.TrialUserAttributeModel, models.TrialSystemAttributeModel)
+        )
         return [
             FrozenTrial(
                 number=row.number,
@@ -165,17 +163,63 @@ class SharedStorage(RDBStorage):
                 datetime_complete=row.datetime_complete,
                 params=params[row.trial_id],
                 distributions=distributions[row.trial_id],
-                user_attrs={},
-                system_attrs=attributes[row.trial_id],
+                user_attrs=user_attrs[row.trial_id],
+                system_attrs=system_attrs[row.trial_id],
                 intermediate_values={},
                 trial_id=row.trial_id,
             )
             for row in rows
         ]
 
+    def _read_attributes(self, session: Session, kind: Any, wanted: Any) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
+        columns = kind.trial_id, kind.key, kind.value_json
+        for number, key, text in session.execute(select(*columns).where(kind.trial_id.in_(wanted))):
+            found[number][key] = json.loads(text)
+        return found
 
-def shared_storage(study: optuna.Study) -> SharedStorage:
-    """The storage that `recovery.open_study` has given a study."""
+
+def ask(study: optuna.Study, distributions: Mapping[str, BaseDistribution]) -> optuna.Trial:
+    """A trial that Optuna proposes: `study.ask`, with one reading of the others and one transaction for what it draws.
+
+    The trial is made in a transaction of its own, for which others wait; drawing keeps nobody waiting.
+    """
+    storage = shared_storage(study)
+    if storage is None:
+        return study.ask(dict(distributions))
+    with storage.reading_once():
+        trial = study.ask()
+        with storage.together():
+            for name, distribution in distributions.items():
+                trial._suggest(name, distribution)
+    return trial
+
+
+def end_trial(
+    study: optuna.Study,
+    trial_id: int,
+    state: TrialState,
+    values: Sequence[float] | None,
+    user_attrs: Mapping[str, Any],
+    system_attrs: Mapping[str, Any],
+) -> None:
+    """Write how a trial ended and what is known of it; in one transaction where the study's storage is a shared one.
+
+    Raises:
+        UpdateFinishedTrialError: it has ended already, and stays as it is.
+    """
+    storage = shared_storage(study)
+    if storage is not None:
+        storage.end_trial(trial_id, state, values, user_attrs, system_attrs)
+        return
+    for key, value in user_attrs.items():
+        study._storage.set_trial_user_attr(trial_id, key, value)
+    for key, value in system_attrs.items():
+        study._storage.set_trial_system_attr(trial_id, key, value)
+    study._storage.set_trial_state_values(trial_id, state, values)
+
+
+def shared_storage(study: optuna.Study) -> SharedStorage | None:
+    """The storage that `recovery.open_study` has given a study; None for a study that was made elsewhere."""
     storage = getattr(study._storage, "_backend", None)
-    assert isinstance(storage, SharedStorage)
-    return storage
+    return storage if isinstance(storage, SharedStorage) else None

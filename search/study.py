@@ -23,12 +23,13 @@ from search.inputs import check_inputs
 from search.knobs import TOP_K, WINDOW, Knob, canonical
 from search.lease import lease
 from search.owner import owner_name
-from search.recovery import ask, close, end_orphans, open_study, recover, settle, tell
+from search.recovery import close, end_orphans, open_study, recover, settle, tell
 from search.samplers import Problem, Reference, make_sampler, trial_seed
 from search.samplers.gated import asked_on_all, worth_another
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
 from search.stages import Observer
+from search.storage import ask
 from search.store import (
     REFERENCE,
     FrontPoint,

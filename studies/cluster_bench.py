@@ -1,7 +1,8 @@
 """What many searchers cost one database: throughput, and how long asking and telling take.
 
     python studies/cluster_bench.py --searchers 64 --trials 10000 --seconds 300        as much as there is time for
-    python studies/cluster_bench.py --searchers 8 --trials 240 --takes 2               parallel efficiency
+    python studies/cluster_bench.py --searchers 1 --trials 60 --takes 2                the rate of one, and
+    python studies/cluster_bench.py --searchers 8 --trials 480 --takes 2               of eight: parallel efficiency
     python studies/cluster_bench.py --searchers 1,8,64 --trials 2000 --storage postgresql://…
 
 Every searcher is a process that runs `search.study.search` on the simulated engine, which here lives in that process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,12 +98,16 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A real PostgreSQL server, from the package pgserver."""
+def postgres() -> Iterator[Any]:
+    """A real PostgreSQL server, from the package pgserver.
+
+    It runs as another user than root does, for whom the next pytest to begin closes the folder of all pytests.
+    """
     pgserver = pytest.importorskip("pgserver")
-    server = pgserver.get_server(tmp_path_factory.mktemp("pg"))
-    yield server
-    server.cleanup()
+    with tempfile.TemporaryDirectory(prefix="vllm-pareto-pg-", ignore_cleanup_errors=True) as folder:
+        server = pgserver.get_server(Path(folder) / "pg")
+        yield server
+        server.cleanup()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

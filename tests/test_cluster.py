@@ -148,9 +148,8 @@ def test_a_killed_searcher_a_restarted_database_and_a_cut_network_cost_time_and_
 def restart(postgres):
     """Restart the server; whoever is connected is thrown out."""
     from pgserver._commands import pg_ctl
-    from pgserver.utils import PostmasterInfo, ensure_prefix_permissions
+    from pgserver.utils import PostmasterInfo
 
-    ensure_prefix_permissions(postgres.pgdata)  # another pytest that has begun meanwhile takes them away
     pg_ctl(["-w", "-m", "fast", "restart"], pgdata=postgres.pgdata, user=postgres.system_user)
     postgres._postmaster_info = PostmasterInfo.read_from_pgdata(postgres.pgdata)
 
@@ -189,9 +188,9 @@ def test_ctrl_c_ends_every_searcher_and_leaves_no_process_behind(study_folder, p
         process.send_signal(signal.SIGINT)
         asked = time.monotonic()
         _, errors = process.communicate(timeout=30)
-        assert process.returncode == 130 and time.monotonic() - asked < 10
+        assert process.returncode == 130 and time.monotonic() - asked < 20  # 5 where nothing else runs
     assert "Interrupted. Everything measured so far is kept" in errors and "Traceback" not in errors
-    wait_for(lambda: not left_of(process), 5)
+    wait_for(lambda: not left_of(process), 20)
     store = Store(open_engine(storage), NAME)
     assert store.slots() == []
     with running(python, study_folder, store.finished() + 6, storage) as process:  # one alone goes on

@@ -8,9 +8,9 @@ from optuna.trial import TrialState
 from sqlalchemy import Engine, event
 from test_study import Silent
 
-from search.recovery import ask, open_study
+from search.recovery import open_study
 from search.spec import read_study
-from search.storage import shared_storage
+from search.storage import ask, end_trial, shared_storage
 from search.store import full_url, open_engine
 from search.study import Options, search
 
@@ -27,7 +27,7 @@ def as_optuna_has_it(url, name="s"):
 
 
 def end(study, trial, state, values=None, constraint=0.1):
-    shared_storage(study).end_trial(trial._trial_id, state, values, {"card": "a"}, {"constraints:ppl": constraint})
+    end_trial(study, trial._trial_id, state, values, {"card": "a"}, {"constraints:ppl": constraint})
 
 
 def test_what_samplers_read_is_what_optuna_has(study, database_url):
@@ -39,11 +39,10 @@ def test_what_samplers_read_is_what_optuna_has(study, database_url):
     ours, theirs = study.get_trials(deepcopy=False), as_optuna_has_it(database_url)
     assert [t.state.name for t in ours] == ["COMPLETE", "PRUNED", "FAIL", "RUNNING"]
     for mine, optunas in zip(ours, theirs, strict=True):
-        optunas.user_attrs = {}  # no sampler asks for them
         assert mine == optunas
     assert ours[0].params == {"sliding_window": 64, "num_speculative_tokens": 3}
     assert ours[0].constraints == {"ppl": -0.2}
-    assert as_optuna_has_it(database_url)[0].user_attrs == {"card": "a"}
+    assert ours[0].user_attrs == {"card": "a"}
 
 
 def test_a_trial_that_has_ended_keeps_what_it_was_told_first(study, database_url):
@@ -53,6 +52,14 @@ def test_a_trial_that_has_ended_keeps_what_it_was_told_first(study, database_url
         end(study, trial, TrialState.PRUNED, constraint=0.7)
     (found,) = as_optuna_has_it(database_url)
     assert found.state == TrialState.COMPLETE and found.constraints == {"ppl": 0.1}
+
+
+def test_a_study_that_was_made_elsewhere_is_asked_and_told_too():
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    trial = ask(study, RANGES)
+    end(study, trial, TrialState.COMPLETE, [100.0, 2.5])
+    (found,) = study.get_trials()
+    assert set(found.params) == set(RANGES) and found.constraints == {"ppl": 0.1} and found.user_attrs == {"card": "a"}
 
 
 def test_what_was_written_together_is_not_there_when_it_broke_off(study, database_url):
