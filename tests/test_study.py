@@ -257,7 +257,9 @@ def test_two_searchers_on_one_study_finish_exactly_its_total(study_folder, optio
         assert process.returncode == 0, errors
     outcomes = [o for o in stored(options(30)).outcomes() if o.state != "FAIL"]
     assert len(outcomes) == 30
-    assert len([t for t in optuna_trials(options(30)) if t.state.is_finished()]) == 30
+    states = [t.state.name for t in optuna_trials(options(30))]
+    assert states.count("COMPLETE") + states.count("PRUNED") == 30  # what both asked for was given up by one
+    assert "RUNNING" not in states
 
 
 def runs(pid):
