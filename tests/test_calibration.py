@@ -10,7 +10,7 @@ from search.engine import simulated
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.worker import answer
 from search.spec import read_study
-from search.stages import ThroughputStage
+from search.stages import ThroughputStage, reference_passes
 from search.store import Store, open_engine
 
 STUDIES = 500  # at each of two noises
@@ -62,7 +62,7 @@ class Study:
         self._store = Store(open_engine("sqlite://"), "s")
         self._stage = ThroughputStage(spec, InProcess(seed), self._store, Silent())
         self._store.add_all(self._stage.measure_reference(REFERENCE, REFERENCE)[1])
-        self._stage.recall()
+        self._stage.recall("a card", reference_passes(self._store, None))
         monkeypatch.setattr(simulated, "DRIFT", 0.1)
 
     def measure(self, trial, rival=None):

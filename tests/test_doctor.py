@@ -126,9 +126,10 @@ def test_the_cost_is_told_from_the_studys_own_trials(study, examined, tmp_path):
     store = Store(open_engine(f"sqlite:///{tmp_path}/study.db"), "miniature")
     store.define({}, {})
     for trial in range(4):
-        store.take_slot(4, "me")
         found = outcome(trial, tps=100.0, wall_s=3.0, study="miniature")
-        store.finish(found, slot=trial)
+        slot = store.take_slot(4, "me")
+        store.claim(slot, "me", trial, found.setting_key)
+        store.finish(found, slot=slot)
     _, _, cost = examined("--trials", "20")
     assert (cost["trial_s"], cost["search_s"]) == (3.0, 48.0) and "16 are left" in cost["basis"]
 
