@@ -11,6 +11,7 @@ import time
 
 import pytest
 import readme
+import yaml
 from conftest import MINIATURE, write_lines
 
 from search import records
@@ -35,6 +36,10 @@ SETTINGS = [
 ]
 
 
+def name_of(setting):
+    return f"w{setting[WINDOW]}-c{setting[TOP_K]}-k{setting[DRAFTS]}"
+
+
 @pytest.fixture(scope="module")
 def spec():
     return read_study(MINIATURE)
@@ -47,11 +52,26 @@ def live(spec, tmp_path_factory):
         yield worker
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"w{s[WINDOW]}-c{s[TOP_K]}-k{s[DRAFTS]}")
+@pytest.fixture(scope="module")
+def live_eager(spec, tmp_path_factory):
+    """The same without compiled code, which starts in seconds instead of a minute."""
+    with Worker("vllm", tmp_path_factory.mktemp("live-eager") / "worker.log") as worker:
+        worker.ask(live_request(spec, enforce_eager=True), Loaded, LOAD_S)
+        yield worker
+
+
+@pytest.mark.parametrize("setting", SETTINGS[::2], ids=name_of)
 def test_a_live_engine_equals_one_built_cold_for_the_setting(live, spec, setting, tmp_path):
     with Worker("vllm", tmp_path / "cold.log") as cold:
         cold.ask(cold_request(spec, setting, tmp_path), Loaded, LOAD_S)
         require_equal(live, cold, setting, spec.prompts()[:12], spec.records()[:6])
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1::2], ids=name_of)
+def test_a_live_engine_equals_one_built_cold_without_compiling(live_eager, spec, setting, tmp_path):
+    with Worker("vllm", tmp_path / "cold.log") as cold:
+        cold.ask(cold_request(spec, setting, tmp_path, enforce_eager=True), Loaded, LOAD_S)
+        require_equal(live_eager, cold, setting, spec.prompts()[:12], spec.records()[:6])
 
 
 def test_going_back_to_a_setting_gives_its_first_values_bit_for_bit(live, spec):
@@ -168,6 +188,10 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
 
 
 def test_two_searchers_finish_one_study_each_on_its_share_of_the_cores(python, tmp_path, small_study):
+    file = small_study / "study.yaml"
+    study = yaml.safe_load(file.read_text())
+    study["engine"]["args"]["enforce_eager"] = True  # two engines that compile on two cores take minutes
+    file.write_text(yaml.safe_dump(study))
     _, *words = readme.command("python -m search.run --gpus 0,1")
     words[words.index("0,1")] = "cpu:2"
     more = ["--study", str(small_study), "--trials", "6", "--confirm", "0", "--json"]
