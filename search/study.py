@@ -25,7 +25,7 @@ from search.lease import lease
 from search.owner import owner_name
 from search.recovery import close, end_orphans, open_study, recover, settle, tell
 from search.samplers import Problem, Reference, make_sampler, trial_seed
-from search.samplers.gated import asked_on_all, worth_another
+from search.samplers.gated import GatedSampler, asked_on_all, worth_another
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
 from search.stages import Observer
@@ -271,7 +271,8 @@ def _loop(
             assert trial is not None
             if elsewhere is not None:  # there is hardly another setting left
                 _wait_for(elsewhere, study, store)
-            outcome = laboratory.run(trial.number, trial.params, slot, on_all=asked_on_all(study, trial))
+            on_all = isinstance(study.sampler, GatedSampler) and asked_on_all(study, trial)
+            outcome = laboratory.run(trial.number, trial.params, slot, on_all=on_all)
             _tell(study, outcome, trial, note)
         except SpooledError:
             raise  # the trial stays open until its outcome is taken in
