@@ -177,7 +177,8 @@ class ThroughputStage(Stage):
         if self._workload.prompts_per_trial and not all_of_them:
             most = min(most, self._workload.prompts_per_trial)
         block_size = self._workload.control_prompts or 1
-        rival_timings = self._timings_of(rival)
+        # Nothing is read once prompts are timed: a database that went away meanwhile costs no measurement.
+        rival_timings, rival_found = self._timings_of(rival), self._throughput_of(rival)
         timed: list[Timed] = []
         controls: list[Decoded] = []
         decoded: list[Decoded] = []  # of the block that is being timed
@@ -209,7 +210,7 @@ class ThroughputStage(Stage):
         if len(timed) == len(self._prompts):
             self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
         found = self._estimate(timed)
-        if remark is not None and (rival_found := self._throughput_of(rival)) is not None:
+        if remark is not None and rival_found is not None:
             found = self._no_faster_than(rival_found, rival_timings, timed, found)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
         figures = {**_figures(found, timed), "tps_raw": raw}
