@@ -141,7 +141,7 @@ def _memory(spec: StudySpec, model: Mapping[str, Any], device: Mapping[str, Any]
         return Check("memory", DOUBTFUL, "the weights' size is not known: the hub does not answer")
     parts = {
         "weights": sum(filter(None, weights)),
-        "keys and values": cache_bytes(spec, model),
+        "keys and values": cache_bytes(model, context_length(spec, model)),
         "the gate's logits": logit_bytes(spec, model),
     }
     needed = sum(parts.values())
@@ -156,9 +156,8 @@ def _memory(spec: StudySpec, model: Mapping[str, Any], device: Mapping[str, Any]
     return Check("memory", DOUBTFUL if needed > 0.9 * there else GOOD, says)
 
 
-def cache_bytes(spec: StudySpec, model: Mapping[str, Any]) -> int:
-    """Bytes of the keys and values of one full context, every layer with a cache of its own counted at full length."""
-    tokens = context_length(spec, model)
+def cache_bytes(model: Mapping[str, Any], tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens, every layer with a cache of its own counted at full length."""
     heads = int(model.get("num_key_value_heads") or model.get("num_attention_heads") or 0)
     layers = int(model.get("num_hidden_layers") or 0) - int(model.get("num_kv_shared_layers") or 0)
     kinds = list(model.get("layer_types") or [])[:layers] or ["full_attention"] * layers

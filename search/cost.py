@@ -26,9 +26,10 @@ def stage_costs(store: Store) -> list[StageCost]:
     Applying counts the probe that is decoded after a change. Speed counts the timed prompts alone; a trial's whole
     time also holds controls and what the search itself takes.
     """
-    gates = [m for m in store.stages() if m.stage == "gate" and m.trial != REFERENCE]
+    stages = [m for m in store.stages() if m.trial != REFERENCE]
+    gates = [m for m in stages if m.stage == "gate"]
     scored, remembered = ([m for m in gates if (m.status == "remembered") is kept] for kept in (False, True))
-    timed = [m.wall_s for m in store.stages() if (m.stage, m.status) == ("speed", "done") and m.trial != REFERENCE]
+    timed = [m.wall_s for m in stages if (m.stage, m.status) == ("speed", "done")]
     trials = [o for o in store.outcomes() if o.reused_from is None]
     works = {
         "engine start": [e.start_s for e in store.environments()],

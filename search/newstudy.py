@@ -62,12 +62,7 @@ def write_study(folder: Path, wanted: Wanted) -> Iterator[str]:
         study = _study(folder.name, wanted, model, drafter, _longest(new))
         file = new / "study.yaml"
         file.write_text(HEADER + yaml.safe_dump(study, sort_keys=False, width=120))
-        spec = read_study(file)
-        if gpu.first_gpu() is None:
-            study["engine"]["args"]["kv_cache_memory_bytes"] = max(LEAST_CACHE, 4 * cache_bytes(spec, model))
-            file.write_text(HEADER + yaml.safe_dump(study, sort_keys=False, width=120))
-            spec = read_study(file)
-        check_inputs(spec)
+        check_inputs(read_study(file))
         if folder.exists():
             folder.rmdir()
         new.replace(folder)
@@ -90,8 +85,8 @@ def knob_ranges(model: Mapping[str, Any], drafter: Mapping[str, Any] | None) -> 
     window = int(model.get("sliding_window") or 0)
     if window >= 32:
         step = window // 32
-        knobs[WINDOW] = {"low": window // 8 // step * step, "high": window, "step": step}
-        knobs[WINDOW]["high"] = knobs[WINDOW]["low"] + (window - knobs[WINDOW]["low"]) // step * step
+        low = window // 8 // step * step
+        knobs[WINDOW] = {"low": low, "high": low + (window - low) // step * step, "step": step}
     if drafter is not None:
         if drafter.get("use_ordered_embeddings"):
             centroids = int(drafter["num_centroids"])
@@ -123,13 +118,13 @@ def _study(
     }
     workload: dict[str, Any] = {"prompts": "prompts.jsonl", "output_tokens": output_tokens}
     if device is None:  # processors are shared and drift
+        args["kv_cache_memory_bytes"] = max(LEAST_CACHE, 4 * cache_bytes(model, context))
         workload |= {"precision": 0.02, "prompts_per_trial": 24, "control": {"prompts": 3}}
     else:
         args["gpu_memory_utilization"] = 0.90
         workload["prompts_per_trial"] = 32
-    engine = {"model": _place(wanted.model), "args": args}
-    if wanted.drafter:
-        engine = {"model": engine["model"], "drafter": _place(wanted.drafter), "args": args}
+    drafting = {"drafter": _place(wanted.drafter)} if wanted.drafter else {}
+    engine = {"model": _place(wanted.model), **drafting, "args": args}
     return {
         "name": name,
         "engine": engine,

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import optuna
 import psutil
@@ -94,11 +94,9 @@ def left_of(process):
     """Processes that a search has started, Ray's among them, and that still run."""
     found = set()
     for candidate in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # it ended just now, or belongs to someone else
             if candidate.environ().get(STARTED_BY) == str(process.stamp) and candidate.status() != psutil.STATUS_ZOMBIE:
                 found.add(candidate.pid)
-        except psutil.Error:
-            pass
     return found
 
 

@@ -31,10 +31,10 @@ def any_setting(problem: Problem, draw: np.random.Generator, fixed: Mapping[str,
 
 def random_setting(problem: Problem, past: History, draw: np.random.Generator) -> Setting:
     """A setting at random whose quality knobs are not known to be over the ceiling."""
-    over = {_quality(problem, m.setting) for m in past.measured if m.ppl > problem.ceiling}
+    over = {problem.quality_key(m.setting) for m in past.measured if m.ppl > problem.ceiling}
     found = any_setting(problem, draw)
     for _ in range(20):
-        if _quality(problem, found) not in over:
+        if problem.quality_key(found) not in over:
             break
         found = any_setting(problem, draw)
     return found
@@ -77,7 +77,3 @@ def candidates(problem: Problem, past: History, leaders: Sequence[Setting], draw
     known = {words(m.setting) for m in past.measured} | {words(s) for s in past.pending}
     different = {words(s): s for s in pool}
     return [s for key, s in different.items() if key not in known] or pool[:1]
-
-
-def _quality(problem: Problem, setting: Setting) -> tuple[object, ...]:
-    return tuple(setting[knob.name] for knob in problem.quality)

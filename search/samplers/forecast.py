@@ -50,6 +50,7 @@ class Forecast:
 
     def __init__(self, problem: Problem, past: History) -> None:
         self._problem, self._past = problem, past
+        self._key = problem.quality_key
         self._passed = [m for m in past.measured if m.under(problem.ceiling)]
         self._speed = self._fit_speed()
         self._columns = [i for i, knob in enumerate(problem.knobs) if knob.affects_quality]
@@ -112,9 +113,6 @@ class Forecast:
         return np.array([self._problem.point(s) for s in settings], dtype=np.float64).reshape(
             len(settings), len(self._problem.knobs)
         )
-
-    def _key(self, setting: Setting) -> tuple[object, ...]:
-        return tuple(setting[knob.name] for knob in self._problem.quality)
 
     def _fit_speed(self) -> models.Process:
         timed = _most_telling(self._past.timed)
@@ -229,7 +227,7 @@ def _seconds(problem: Problem, past: History) -> tuple[float, float]:
     fresh: list[float] = []
     remembered: list[float] = []
     for m in past.measured:
-        key = tuple(m.setting[knob.name] for knob in problem.quality)
+        key = problem.quality_key(m.setting)
         if m.seconds is not None and not m.reused and m.tps is not None:
             (remembered if key in seen else fresh).append(m.seconds)
         seen.add(key)

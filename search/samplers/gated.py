@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial
 from scipy import stats
 
 from search.engine.protocol import Setting
-from search.knobs import words
+from search.knobs import quality_part, words
 from search.samplers import edge
+from search.samplers.base import JointSampler
 from search.samplers.candidates import candidates, far_from, random_setting
 from search.samplers.history import STOPPED, History, Measured, history
 from search.samplers.prior import WHY
@@ -48,23 +47,11 @@ class Proposal:
     on_all: bool = False
 
 
-class GatedSampler(BaseSampler):
+class GatedSampler(JointSampler):
     """`propose` behind Optuna's interface. A trial's user attributes `why` and `expected_gain` explain it."""
 
-    def __init__(self, problem: Problem, seed: int) -> None:
-        self._problem, self._seed = problem, seed
-        self._random = RandomSampler(seed=seed)
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All knobs, from the first trial on; none for a trial that was enqueued."""
-        return {} if trial.system_attrs.get("fixed_params") else self._problem.distributions
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    def setting(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
         """The setting to measure next."""
-        if not search_space:
-            return {}
         past = history(study, self._problem, trial.number)
         chosen = propose(self._problem, past, np.random.default_rng(self._seed))
         said = {WHY: chosen.why, GAIN: chosen.gain, ON_ALL: chosen.on_all or None}
@@ -72,12 +59,6 @@ class GatedSampler(BaseSampler):
             if value is not None:
                 study._storage.set_trial_user_attr(trial._trial_id, name, value)
         return dict(chosen.setting)
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """A knob that was not asked for above, at random."""
-        return self._random.sample_independent(study, trial, param_name, param_distribution)
 
 
 def propose(problem: Problem, past: History, draw: np.random.Generator) -> Proposal:
@@ -135,7 +116,7 @@ def _quality_at_edge(problem: Problem, passed: Sequence[Measured]) -> Setting:
     if not passed or not problem.quality:
         return {}
     last = max(passed, key=lambda m: m.ppl)
-    return {knob.name: last.setting[knob.name] for knob in problem.quality}
+    return quality_part(last.setting)
 
 
 def _anchor(problem: Problem, past: History, quality: Setting) -> Proposal | None:
@@ -181,7 +162,7 @@ def _elsewhere(problem: Problem, past: History, draw: np.random.Generator) -> Se
     if draw.random() < NEW_QUALITY or not passed:
         return random_setting(problem, past, draw)
     there = passed[int(draw.integers(len(passed)))].setting
-    return far_from(problem, past, {knob.name: there[knob.name] for knob in problem.quality}, draw)
+    return far_from(problem, past, quality_part(there), draw)
 
 
 def _leader_again(problem: Problem, past: History) -> Proposal | None:

@@ -92,11 +92,11 @@ def settled(problem: Problem) -> list[PriorPoint]:
     for p in kept:
         groups.setdefault(tuple(problem.spelled(p.setting).values()), []).append(p)
         if p.ppl is not None:
-            by_quality.setdefault(_quality(problem, p), []).append(p.ppl)
+            by_quality.setdefault(problem.quality_key(p.setting), []).append(p.ppl)
     found = []
     for reports in groups.values():
         tps = _quantile(sorted(p.tps for p in reports), UPPER)
-        ppls = by_quality.get(_quality(problem, reports[0]))
+        ppls = by_quality.get(problem.quality_key(reports[0].setting))
         ppl = statistics.median(ppls) if ppls else None
         found.append(PriorPoint(problem.spelled(reports[0].setting), tps, ppl, len(reports)))
     return found
@@ -179,10 +179,6 @@ def _in_range(problem: Problem, p: PriorPoint) -> bool:
         knob.low <= int(p.setting[knob.name]) <= knob.largest and KNOWN[knob.name].minimum <= int(p.setting[knob.name])
         for knob in problem.knobs
     )
-
-
-def _quality(problem: Problem, p: PriorPoint) -> tuple[object, ...]:
-    return tuple(p.setting[knob.name] for knob in problem.quality)
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

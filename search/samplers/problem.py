@@ -36,6 +36,10 @@ class Problem:
         """The knobs that perplexity hangs on."""
         return tuple(knob for knob in self.knobs if knob.affects_quality)
 
+    def quality_key(self, setting: Setting) -> tuple[object, ...]:
+        """The values of a setting that perplexity hangs on, comparable."""
+        return tuple(setting[knob.name] for knob in self.quality)
+
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
         """The knobs' ranges as Optuna writes them."""

@@ -12,34 +12,26 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.recovery import CONSTRAINT
+from search.samplers.base import JointSampler
 from search.samplers.history import Measured, history
 from search.samplers.problem import Problem
 
 POPULATION = 20  # of NSGA-II: Optuna's 50 would leave a budget of 40 trials at random
 
 
-class ShadowSampler(BaseSampler):
+class ShadowSampler(JointSampler):
     """Asks another sampler on the shadow of the study."""
 
     def __init__(self, problem: Problem, seed: int, make: Callable[[int], BaseSampler]) -> None:
-        self._problem, self._seed, self._make = problem, seed, make
-        self._random = RandomSampler(seed=seed)
+        super().__init__(problem, seed)
+        self._make = make
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All knobs, from the first trial on; none for a trial that was enqueued."""
-        return {} if trial.system_attrs.get("fixed_params") else self._problem.distributions
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    def setting(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
         """What the other sampler proposes; what it notes of a trial is kept with ours."""
-        if not search_space:
-            return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shadow = self._shadow(study, trial)
@@ -48,12 +40,6 @@ class ShadowSampler(BaseSampler):
         for key, value in _noted(shadow.get_trials(deepcopy=False)[asked.number]).items():
             study._storage.set_trial_system_attr(trial._trial_id, key, value)
         return dict(asked.params)
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """A knob that was not asked for above, at random."""
-        return self._random.sample_independent(study, trial, param_name, param_distribution)
 
     def _shadow(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
         past = history(study, self._problem, trial.number)
