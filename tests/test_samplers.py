@@ -22,7 +22,7 @@ from search.recovery import tell
 from search.samplers import SAMPLERS, Problem, edge, make_sampler, trial_seed
 from search.samplers.gated import GAIN, asked_on_all, propose, worth_another
 from search.samplers.history import History, history
-from search.samplers.prior import WHY, mean_of, proposals, read_prior, settled
+from search.samplers.prior import WHY, proposals, read_prior, settled
 from search.samplers.shadow import ShadowSampler
 
 GATED = BY_LABEL["gated"].make
@@ -247,12 +247,7 @@ def test_a_prior_is_never_a_measurement_and_does_not_mislead_on_another_card():
     prior = read_prior(PUBLIC, other.knobs)
     steps = replay(other, GATED, 0, 40, prior=prior)
     assert len(steps) == 40  # each of them measured here
-    assert 1 - steps[-1].finalist / optimum(other, 0) < 0.03  # with 4 trials lost to what did best elsewhere
-    problem = problem_of(other, prior)
-    draw = np.random.default_rng(0)
-    points = np.array([problem.point({WINDOW: w, TOP_K: 49, DRAFTS: k}) for w in (128, 256, 512) for k in range(1, 9)])
-    opposite = -3.0 * mean_of(problem, points, np.zeros(len(points)))(points) + draw.normal(0, 0.01, len(points))
-    assert np.ptp(mean_of(problem, points, opposite)(points)) == 0  # what it says is not borne out here
+    assert 1 - steps[-1].finalist / optimum(other, 0) < 0.02  # with 4 trials lost to what did best elsewhere
 
 
 def test_a_prior_may_be_another_study(searched, study_folder, capsys):

@@ -16,7 +16,6 @@ from search.knobs import KNOWN
 from search.samplers import models
 from search.samplers.history import STOPPED, History, Measured
 from search.samplers.models import Array, Prediction
-from search.samplers.prior import mean_of
 from search.samplers.problem import Problem
 
 MOST_POINTS = 160  # of the speed model: the latest, and the fastest
@@ -126,7 +125,7 @@ class Forecast:
             noise = np.pad(noise, (0, 1))
             noise[-1, -1] = REFERENCE_SD**2
         at, found = np.array(points), np.array(outcomes)
-        process = models.fit(at, found, noise, mean=mean_of(self._problem, at, found))
+        process = models.fit(at, found, noise)
         return models.with_beliefs(process, self._points(self._past.pending))
 
     def _fit_log_ppl(self) -> models.Process:

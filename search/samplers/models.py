@@ -6,7 +6,6 @@ The one module of the samplers that imports torch. All points lie in the unit cu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Mean = Callable[[Array], Array]
 LEAST_NOISE = 1.1e-3  # standard deviation in units of the outcomes' own
 FIT_STEPS = 60
 AT_ONCE = 256  # points predicted together
@@ -37,10 +35,9 @@ torch.set_num_threads(1)  # the matrices are small; threads would only disturb w
 
 @dataclass(frozen=True)
 class Process:
-    """A fitted Gaussian process z, and what it stands for: y = mean(x) + centre + scale · z."""
+    """A fitted Gaussian process z, and what it stands for: y = centre + scale · z."""
 
     model: Any
-    mean: Mean
     centre: float
     scale: float
 
@@ -63,22 +60,16 @@ class Process:
                 means.append(found.mean.squeeze(-1).numpy()[: len(some)])
                 variances.append(np.maximum(variance, 1e-12))
         mean, sd = np.concatenate(means), np.sqrt(np.concatenate(variances))
-        return self.mean(points) + self.centre + self.scale * mean, self.scale * sd
+        return self.centre + self.scale * mean, self.scale * sd
 
 
-def none(points: Array) -> Array:
-    """The mean where nothing is known beforehand."""
-    return np.zeros(len(points))
-
-
-def fit(points: Array, outcomes: Array, noise: Array, *, mean: Mean = none) -> Process:
+def fit(points: Array, outcomes: Array, noise: Array) -> Process:
     """Fit a process to outcomes (n) at points (n × d), whose errors have the covariance `noise` (n × n).
 
     More noise than that, of each outcome by itself, is fitted too.
     """
-    rest = outcomes - mean(points)
-    centre, scale = float(rest.mean()), float(max(rest.std(), 1e-6))
-    model = _model(points, (rest - centre) / scale, noise / scale**2)
+    centre, scale = float(outcomes.mean()), float(max(outcomes.std(), 1e-6))
+    model = _model(points, (outcomes - centre) / scale, noise / scale**2)
     with _quiet():
         try:
             fit_gpytorch_mll(
@@ -88,7 +79,7 @@ def fit(points: Array, outcomes: Array, noise: Array, *, mean: Mean = none) -> P
             )
         except (ModelFittingError, RuntimeError):
             model.eval()  # the priors' own lengthscales
-    return Process(model, mean, centre, scale)
+    return Process(model, centre, scale)
 
 
 def with_beliefs(process: Process, points: Array) -> Process:
@@ -108,7 +99,7 @@ def with_beliefs(process: Process, points: Array) -> Process:
     model.mean_module.load_state_dict(process.model.mean_module.state_dict())
     model.likelihood.second_noise_covar.load_state_dict(process.model.likelihood.second_noise_covar.state_dict())
     model.eval()
-    return Process(model, process.mean, process.centre, process.scale)
+    return Process(model, process.centre, process.scale)
 
 
 def _model(points: Array, outcomes: Array, noise: Array) -> Any:

@@ -1,4 +1,8 @@
-"""What was measured elsewhere: read, made one point a setting, and used as a guess. It is never a measurement here."""
+"""What was measured elsewhere: read, made one point a setting, and tried first. It is never a measurement here.
+
+The models do not learn from it: how speed hangs on the knobs elsewhere was no help on the same card and misled on
+another (studies/samplers/RESULTS.md).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import csv
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 
@@ -17,18 +20,12 @@ from search.knobs import KNOWN, Knob, words
 from search.samplers.problem import PriorPoint, Problem
 from search.store.front import pareto_front
 
-if TYPE_CHECKING:
-    from search.samplers.models import Array, Mean
-
 WHY = "why"  # user attribute of a trial: why it was asked for
 PROPOSALS = 4  # settings of the prior's front that are tried after the study's own default
 SAME_MODEL = (0.99, 1.5)  # of the reference's perplexity: what lies outside is of other weights, or broken
 UPPER = 0.75  # of the speeds reported of a setting this quantile counts: most reports are of slower software
 TRUSTED = 3  # reports, from which on a setting's speed counts in full
 ONE_REPORT = 0.03  # what a setting loses, in order of proposal, for resting on a single report
-ASSUMED_SD = 0.05  # of ln TPS of a prior point, by √reports
-SHRINK = 2.0  # how strongly the prior's slope is held to DISCOUNT before it is tried here, in trials
-DISCOUNT = 0.5  # of what the prior says about differences in speed, before anything was measured here
 
 
 def read_prior(source: str, knobs: Sequence[Knob], study: str | None = None) -> tuple[PriorPoint, ...]:
@@ -129,49 +126,6 @@ def safe_source(source: str) -> str:
     from search.store import safe_url
 
     return safe_url(source) if "://" in source else source
-
-
-def mean_of(problem: Problem, points: Array, outcomes: Array) -> Mean:
-    """The speed model's mean: what the prior says of ln TPS, as far as what was measured here bears it out.
-
-    Its slope is a ridge regression of the outcomes here on the prior's, held to DISCOUNT; zero where it misleads.
-    """
-    from search.samplers.models import none
-
-    if not problem.prior:
-        return none
-    told = _prior_mean(problem)
-    here = told(points)
-    x, y = here - here.mean(), outcomes - outcomes.mean()
-    hold = SHRINK * float(here.var()) + 1e-9
-    slope = float(((x * y).sum() + hold * DISCOUNT) / ((x * x).sum() + hold))
-    slope = min(1.0, max(0.0, slope))
-    return lambda at: slope * told(at)
-
-
-def _prior_mean(problem: Problem) -> Mean:
-    """A process fitted to the prior's points alone: its mean, less their average."""
-    from search.samplers.models import none
-
-    known = settled(problem)
-    if len(known) < 2:
-        return none
-    return _fitted(
-        tuple(tuple(problem.point(p.setting)) for p in known),
-        tuple(math.log(p.tps) for p in known),
-        tuple(ASSUMED_SD / math.sqrt(min(p.count, TRUSTED)) for p in known),
-    )
-
-
-@lru_cache(maxsize=4)
-def _fitted(points: tuple[tuple[float, ...], ...], outcomes: tuple[float, ...], sds: tuple[float, ...]) -> Mean:
-    import numpy as np
-
-    from search.samplers.models import fit
-
-    process = fit(np.array(points), np.array(outcomes), np.diag(np.square(sds)))
-    centre = statistics.fmean(outcomes)
-    return lambda at: process.predict(at)[0] - centre
 
 
 def _in_range(problem: Problem, p: PriorPoint) -> bool:
