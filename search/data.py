@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from search.errors import UsageError
 
 TUNE, HELD_OUT, GATE = "tune", "held-out", "gate"
 MAX_ID = 200  # characters; what the store's columns take
-T = TypeVar("T", "Prompt", "Record")
+
+
+class Named(Protocol):
+    """What is read from a file has an id, which no other of the file has."""
+
+    @property
+    def id(self) -> str: ...  # noqa: D102
+
+
+T = TypeVar("T", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -43,38 +52,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
 
     def prompt(row: dict[str, Any]) -> Prompt:
-        return Prompt(_id(row["id"]), _split(row, TUNE), _token_ids(row, "prompt_token_ids"))
+        return Prompt(text_id(row["id"]), split_of(row, TUNE), token_ids(row, "prompt_token_ids"))
 
-    return _read(path, prompt, "prompts")
-
-
-def read_conversations(path: Path) -> dict[str, str]:
-    """First human turn by conversation id, of a ShareGPT-shaped JSON file: `[{id?, conversations: [{from, value}]}]`.
-
-    Raises:
-        UsageError: naming the file, the conversation and what is wrong there.
-    """
-    try:
-        rows = json.loads(_read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"The prompts file {path} is not JSON: {error}.") from error
-    found: dict[str, str] = {}
-    for number, row in enumerate(rows if isinstance(rows, list) else []):
-        turns = row.get("conversations") if isinstance(row, dict) else None
-        said = [t for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
-        text = next((t.get("value") for t in said if t.get("from") in ("human", "user")), None)
-        if not isinstance(text, str) or not text:
-            raise UsageError(f"{path}, conversation {number}: it has no turn of a human.")
-        try:
-            name = _id(row.get("id", number))
-        except ValueError as error:
-            raise UsageError(f"{path}, conversation {number}: {error}.") from error
-        if name in found:
-            raise UsageError(f"{path}, conversation {number}: id {name!r} occurs twice.")
-        found[name] = text
-    if not found:
-        raise UsageError(f"{path} holds no conversations.")
-    return found
+    return read_items(path, lines(read_bytes(path)), prompt, "prompts")
 
 
 def read_records(path: Path) -> list[Record]:
@@ -86,13 +66,13 @@ def read_records(path: Path) -> list[Record]:
 
     def record(row: dict[str, Any]) -> Record:
         return Record(
-            _id(row["id"]),
-            _split(row, GATE),
-            _token_ids(row, "context_token_ids"),
-            _token_ids(row, "target_token_ids"),
+            text_id(row["id"]),
+            split_of(row, GATE),
+            token_ids(row, "context_token_ids"),
+            token_ids(row, "target_token_ids"),
         )
 
-    return _read(path, record, "records")
+    return read_items(path, lines(read_bytes(path)), record, "records")
 
 
 def json_hash(value: Any) -> str:
@@ -106,17 +86,25 @@ def content_hash(path: Path) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    return hashlib.sha256(_read_bytes(path)).hexdigest()[:16]
+    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
 
 
-def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T]:
+def lines(content: bytes) -> list[tuple[str, Any]]:
+    """The lines of a JSON Lines file that are not blank, not parsed yet, each with its place in words."""
+    return [(f"line {n}", line) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+
+
+def read_items(path: Path, rows: Iterable[tuple[str, Any]], build: Callable[[dict[str, Any]], T], what: str) -> list[T]:
+    """What `build` makes of every row of `path`; rows come with their place in words, and as JSON if they are bytes.
+
+    Raises:
+        UsageError: naming the file, the place and what is wrong there; `build` says it by a ValueError or KeyError.
+    """
     items: list[T] = []
     seen: set[str] = set()
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for place, row in rows:
         try:
-            row = json.loads(line)
+            row = json.loads(row) if isinstance(row, bytes) else row
             if not isinstance(row, dict):
                 raise ValueError("not an object in braces")
             item = build(row)
@@ -124,7 +112,7 @@ def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T
                 raise ValueError(f"id {item.id!r} occurs twice")
         except (ValueError, KeyError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{path}, line {number}: {reason}.") from error
+            raise UsageError(f"{path}, {place}: {reason}.") from error
         seen.add(item.id)
         items.append(item)
     if not items:
@@ -132,28 +120,36 @@ def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T
     return items
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _id(value: Any) -> str:
+def text_id(value: Any) -> str:
+    """An id as text; ValueError where the store could not take it."""
     text = str(value) if type(value) in (str, int) else ""
     if not text or len(text) > MAX_ID or not text.isprintable():
         raise ValueError(f"id must be a number or a text of at most {MAX_ID} characters, not {value!r:.40}")
     return text
 
 
-def _split(row: dict[str, Any], first: str) -> str:
+def split_of(row: Mapping[str, Any], first: str) -> str:
+    """A row's split, `first` or HELD_OUT; ValueError where it is another."""
     split = row.get("split", first)
     if split not in (first, HELD_OUT):
         raise ValueError(f"split is {split!r:.40}; it must be {first!r} or {HELD_OUT!r}")
     return str(split)
 
 
-def _token_ids(row: dict[str, Any], key: str) -> tuple[int, ...]:
+def token_ids(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The token ids under `key`, which must be there; ValueError where they are none."""
     values = row[key]
     if not isinstance(values, list) or not values or any(type(v) is not int or v < 0 for v in values):
         raise ValueError(f"{key} must be a list of token ids (whole numbers)")

@@ -21,6 +21,7 @@ from search.engine.group import Ledger, ProcessGroup
 from search.errors import SearchError
 from search.gate import RecordScore
 from search.secrets import redact
+from search.sources import Conversation
 from search.spec import LimitSpec
 
 T = TypeVar("T")
@@ -125,13 +126,16 @@ class Endpoint:
 
         return self._ask("/metrics", None, lambda answer: count(answer.text))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a user's turn in the model's chat template, ready to be answered.
+    def tokenize(self, content: str | Conversation) -> list[int]:
+        """Token ids of a text, or of a conversation in the model's chat template, ready to be answered.
 
         Raises:
             EndpointError: the model has no chat template, or the server refuses.
         """
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+        body: dict[str, Any] = {"model": self.model, "prompt": content}
+        if isinstance(content, Conversation):
+            messages = [{"role": turn.role, "content": turn.content} for turn in content.turns]
+            body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
         return self._ask("/tokenize", body, lambda answer: [int(token) for token in answer.json()["tokens"]])
 
     def complete(self, prompt: Sequence[int], max_tokens: int, *, show: bool = False) -> Completion:

@@ -17,8 +17,8 @@ from search.cli import add_output_arguments, fail, set_up_errors
 QUESTIONS = {
     "model": "Model (a folder or a Hugging Face id): ",
     "drafter": "Its drafter (empty: none): ",
-    "prompts": "Prompts (JSON Lines of token ids, or ShareGPT JSON): ",
-    "records": "Gate records (JSON Lines; search.records build makes them): ",
+    "prompts": "Prompts (JSON Lines, ShareGPT, an OpenAI-style log, .txt): ",
+    "records": "Gate records (JSON Lines, .txt; search.records build makes them): ",
 }
 OPTIONAL = ("drafter",)
 
@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("folder", type=Path, metavar="FOLDER", help="to be made; its name is the study's")
     p.add_argument("--model", help="a folder or a Hugging Face id")
     p.add_argument("--drafter", help="a folder or a Hugging Face id")
-    p.add_argument("--prompts", metavar="FILE", help="prompts (JSON Lines of token ids, or ShareGPT JSON)")
-    p.add_argument("--records", metavar="FILE", help="gate records (JSON Lines)")
+    p.add_argument("--prompts", metavar="FILE", help="prompts (JSON Lines, ShareGPT, an OpenAI-style log, .txt)")
+    p.add_argument("--records", metavar="FILE", help="gate records (JSON Lines of token ids or text, .txt)")
     ceiling = p.add_mutually_exclusive_group()
     ceiling.add_argument("--ppl", type=float, metavar="X", help="absolute ceiling on perplexity")
     ceiling.add_argument("--ratio", type=float, metavar="X", help="ceiling relative to the reference (default 1.05)")

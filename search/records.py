@@ -1,7 +1,12 @@
-"""Make the texts of a study: sample gate records from a reference model, take in files of the challenge's formats.
+"""Make the texts of a study: sample gate records from a reference model, take in texts of many formats.
 
     python -m search.records build --model REFERENCE --for MODEL --prompts prompts.jsonl --out records.jsonl
     python -m search.records import --model MODEL --prompts sharegpt.json --records records.jsonl --out FOLDER
+
+Prompts: JSON Lines of {"prompt_token_ids"}, {"prompt": text} or {"messages"}; ShareGPT JSON; an OpenAI-style log or
+batch ({"custom_id", "body"}); plain text (.txt), a prompt a paragraph. Records: JSON Lines of {"context_token_ids",
+"target_token_ids"} or, as text, {"context" or "prompt", "target" or "completion"}; plain text (.txt), cut into records
+of 128 tokens of context and 256 to score. Text becomes tokens of MODEL, conversations through its chat template.
 
 Half of the texts are what a search sees (tune prompts, gate records); the other half is held out for confirming. Exit
 codes: 0 done, 1 the reference model could not be run, 2 bad arguments or files.
@@ -24,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--model", required=True, metavar="REFERENCE", help="folder or hub id of a stronger model")
     build.add_argument("--for", required=True, dest="served", metavar="MODEL", help="the model that will be gated")
     build.add_argument(
-        "--prompts", required=True, type=Path, metavar="FILE", help="texts to continue (JSONL, ShareGPT)"
+        "--prompts", required=True, type=Path, metavar="FILE", help="texts to continue, in any format that import takes"
     )
     build.add_argument("--out", required=True, type=Path, metavar="FILE", help="records file to write")
     build.add_argument("--tokens", type=int, default=256, metavar="N", help="longest continuation (default 256)")
@@ -34,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--logs", type=Path, default=Path("logs"), metavar="DIR", help="folder for its log (default logs)"
     )
-    take = actions.add_parser("import", help="take prompts and records in the challenge's formats")
-    take.add_argument("--model", metavar="MODEL", help="whose tokenizer conversations are for")
-    take.add_argument("--prompts", type=Path, metavar="FILE", help="prompts (JSONL or ShareGPT)")
-    take.add_argument("--records", type=Path, metavar="FILE", help="records (JSONL)")
+    take = actions.add_parser("import", help="take prompts and records in")
+    take.add_argument("--model", metavar="MODEL", help="whose tokens text becomes")
+    take.add_argument("--prompts", type=Path, metavar="FILE", help="prompts (JSON Lines, ShareGPT, a log, .txt)")
+    take.add_argument("--records", type=Path, metavar="FILE", help="records (JSON Lines, .txt)")
     take.add_argument("--out", required=True, type=Path, metavar="DIR", help="the study's folder")
     take.add_argument("--seed", type=int, default=42, metavar="N", help="of the split (default 42)")
     for action in (build, take):

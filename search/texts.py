@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from search.data import GATE, HELD_OUT, TUNE, content_hash, read_conversations, read_prompts, read_records
+from search.data import GATE, HELD_OUT, TUNE, content_hash
 from search.engine.process import Worker, WorkerError
 from search.engine.protocol import EngineError, Load, Loaded, Sample, Sampled
 from search.errors import SearchError, UsageError
 from search.files import write_whole
 from search.modelfiles import read_hub_config, text_config
+from search.tokens import tokenised_prompts, tokenised_records
 
 # The Fast Gemma Challenge's recipe for its records.
 TEMPERATURE, TOP_K, TOP_P = 1.0, 64, 0.95
@@ -49,7 +50,7 @@ def sample_records(recipe: Recipe, out: Path, engine: str, logs: Path, say: Call
         SearchError: the reference model cannot be run.
     """
     _check_same_tokens(recipe)
-    contexts = _contexts(recipe.prompts, recipe.served)
+    contexts = {p.id: list(p.token_ids) for p in tokenised_prompts(recipe.prompts, recipe.served)}
     say(f"Starting {recipe.model} …")
     rows = []
     try:
@@ -95,28 +96,25 @@ def import_texts(
 ) -> Iterable[tuple[Path, str]]:
     """Write `out`/prompts.jsonl and `out`/records.jsonl, each split into halves unless it is split already.
 
+    What is text becomes tokens of `model`.
+
     Yields:
         Each file that was written, and what is in it, in words.
 
     Raises:
-        UsageError: a file cannot be read, or conversations come without a model.
+        UsageError: a file cannot be read, or holds text and there is no model.
     """
     if prompts is not None:
-        rows: list[dict[str, Any]]
-        if prompts.suffix == ".json":
-            if model is None:
-                raise UsageError("Conversations are made into tokens by a model's tokenizer: say which with --model.")
-            rows = [{"id": i, "prompt_token_ids": tokens} for i, tokens in _contexts(prompts, model).items()]
+        decoded = tokenised_prompts(prompts, model)
+        rows: list[dict[str, Any]] = [
+            {"id": p.id, "prompt_token_ids": list(p.token_ids), "split": p.split} for p in decoded
+        ]
+        if all(p.split == TUNE for p in decoded):
             split_halves(rows, TUNE, seed)
-        else:
-            read = read_prompts(prompts)
-            rows = [{"id": p.id, "prompt_token_ids": list(p.token_ids), "split": p.split} for p in read]
-            if all(p.split == TUNE for p in read):
-                split_halves(rows, TUNE, seed)
         _write_lines(out / "prompts.jsonl", rows)
         yield out / "prompts.jsonl", _counts(rows)
     if records is not None:
-        scored = read_records(records)
+        scored = tokenised_records(records, model)
         rows = [
             {"id": r.id, "context_token_ids": list(r.context), "target_token_ids": list(r.target), "split": r.split}
             for r in scored
@@ -132,29 +130,6 @@ def split_halves(rows: Sequence[dict[str, Any]], first: str, seed: int) -> None:
     chosen = set(random.Random(seed).sample(range(len(rows)), len(rows) // 2))
     for number, row in enumerate(rows):
         row["split"] = HELD_OUT if number in chosen else first
-
-
-def _contexts(path: Path, model: str) -> dict[str, list[int]]:
-    """Token ids by id: of a prompts file as they stand, of conversations as the model's chat template makes them."""
-    if path.suffix != ".json":
-        return {p.id: list(p.token_ids) for p in read_prompts(path)}
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"The tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]:.300}") from error
-    texts = read_conversations(path)
-    if tokenizer.chat_template is None:
-        return {name: list(tokenizer(text)["input_ids"]) for name, text in texts.items()}
-    return {
-        name: list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-        for name, text in texts.items()
-    }
 
 
 def _check_same_tokens(recipe: Recipe) -> None:

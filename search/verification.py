@@ -12,17 +12,7 @@ from typing import Any
 
 from search import gate, served
 from search.claim import TOLERANCE, claim
-from search.data import (
-    GATE,
-    HELD_OUT,
-    TUNE,
-    Prompt,
-    Record,
-    content_hash,
-    read_conversations,
-    read_prompts,
-    read_records,
-)
+from search.data import GATE, HELD_OUT, Prompt, Record, content_hash, read_records
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import EngineError
 from search.errors import UsageError
@@ -30,6 +20,7 @@ from search.folder import PROMPTS, RECORDS, manifest_hash, read_manifest
 from search.identity import Plain, compare_tokens
 from search.knobs import DRAFTS
 from search.modelfiles import file_hash, model_folder
+from search.sources import GivenPrompt, read_given_prompts
 from search.spec import LimitSpec
 
 SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
@@ -70,9 +61,8 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     tokens = evidence["output_tokens"]
     claimed = evidence["tps"]["claimed"] if manifest["confirmed"] is True else None
     found = Verification()
-    conversations = read_conversations(prompts_file) if prompts_file and prompts_file.suffix == ".json" else {}
-    prompts = [] if conversations else _held_out(read_prompts(prompts_file or folder / PROMPTS))
-    if len(conversations) + len(prompts) < 2:
+    given = _held_out(read_given_prompts(prompts_file or folder / PROMPTS))
+    if len(given) < 2:
         raise UsageError(f"{prompts_file or folder / PROMPTS} holds one prompt: no speed can be told from one.")
     records = read_records(records_file) if records_file else read_records(folder / RECORDS)
     _check_files(found, folder, manifest)
@@ -84,7 +74,7 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     try:
         say("Starting the folder's own server …")
         with Endpoint(folder, logs / "verify.log", LimitSpec()) as endpoint:
-            prompts += [Prompt(i, TUNE, tuple(endpoint.tokenize(text))) for i, text in conversations.items()]
+            prompts = [_tokenised(p, endpoint) for p in given]
             own = {"own_prompts": prompts_file is None, "own_records": records_file is None}
             speed = _check_served(found, endpoint, manifest, prompts, records, tokens, say, **own)
         if evidence["effective"].get(DRAFTS):
@@ -98,8 +88,14 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     return found
 
 
-def _held_out(prompts: Sequence[Prompt]) -> list[Prompt]:
+def _held_out(prompts: Sequence[GivenPrompt]) -> list[GivenPrompt]:
     return [p for p in prompts if p.split == HELD_OUT] or list(prompts)
+
+
+def _tokenised(given: GivenPrompt, endpoint: Endpoint) -> Prompt:
+    """A prompt's token ids: as they stand, or those that the server makes of its text."""
+    tokens = given.content if isinstance(given.content, tuple) else tuple(endpoint.tokenize(given.content))
+    return Prompt(given.id, given.split, tokens)
 
 
 def _check_files(found: Verification, folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m search.verify", description="Serve an exported folder and check its claims over HTTP."
     )
     p.add_argument("folder", type=Path, metavar="DIR", help="what search.export wrote")
-    p.add_argument("--prompts", type=Path, metavar="FILE", help="other prompts (JSON Lines, or ShareGPT-shaped JSON)")
+    p.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="other prompts, in any format that search.records import takes"
+    )
     p.add_argument("--records", type=Path, metavar="FILE", help="other records (JSON Lines)")
     add_output_arguments(p)
     return p

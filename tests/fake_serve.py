@@ -38,6 +38,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            text = body.get("prompt") or f"<user>{body['messages'][-1]['content']}"
+            return self.answer({"tokens": [*map(ord, text)]})
         prompt, count = body.get("prompt") or [*map(ord, body["messages"][0]["content"])], body["max_tokens"]
         time.sleep(fake["first_token_s"] + (fake["decode_s"] if count > 1 else 0))
         if drafting and count > 1:
@@ -53,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             }
         if "prompt_logprobs" in body:
             choice["prompt_logprobs"] = [None, *({str(t): {"logprob": fake["logprob"]}} for t in prompt[1:])]
-        self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": count}})
+        return self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": count}})
 
 
 if fake.get("listens") is False:

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_inputs import MANIFEST
 
-from search.data import read_conversations, read_prompts, read_records
+from search.data import read_prompts, read_records
 from search.engine.protocol import EngineError
 from search.errors import SearchError, UsageError
 from search.folder import read_manifest
 from search.modelfiles import read_config
+from search.sources import read_given_prompts, read_given_records
 from search.spec import read_study
 from search.store import safe_url
 
@@ -68,9 +69,21 @@ CASES = {
         b"".join(b'{"id": "%d", "split": "tune", "prompt_token_ids": [1, 2, 3]}\n' % i for i in range(3)),
     ),
     "records": (2000, read_records, b'{"id": "a", "context_token_ids": [1], "target_token_ids": [2, 3]}\n'),
+    "log": (
+        1500,
+        read_given_prompts,
+        b'{"custom_id": "a", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}}\n'
+        b'{"id": "b", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n'
+        b'{"prompt": "Once"}\n{"body": {"prompt": [1, 2]}}\n',
+    ),
+    "given records": (
+        1500,
+        read_given_records,
+        b'{"id": "a", "context": "One", "target": " two"}\n{"prompt": "One", "completion": " two", "split": "gate"}\n',
+    ),
     "conversations": (
         1500,
-        read_conversations,
+        read_given_prompts,
         b'[{"id": "c", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}]',
     ),
     "manifest": (1500, lambda path: read_manifest(path.parent), json.dumps(MANIFEST).encode()),
@@ -93,6 +106,16 @@ def test_a_malformed_file_is_read_or_refused_in_a_sentence(kind, tmp_path):
             assert str(error).strip() and len(str(error)) < 1500
     print(f"{kind}: {count} malformed, {refused} refused")
     assert refused > count / 4
+
+
+def test_any_bytes_are_a_plain_text_or_refused_in_a_sentence(tmp_path):
+    path = tmp_path / "file.txt"
+    for text in mutations(b"One paragraph,\nof two lines.\n\nAnother.\r\n \r\nA third.\n", 500, seed="text"):
+        path.write_bytes(text)
+        try:
+            assert all(isinstance(p.content, str) and p.content.strip() for p in read_given_prompts(path))
+        except UsageError as error:
+            assert "not UTF-8" in str(error) or "is empty" in str(error)
 
 
 def test_ten_thousand_malformed_inputs_are_tried():

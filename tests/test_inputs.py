@@ -6,10 +6,11 @@ import shutil
 import pytest
 from conftest import MINIATURE, write_lines
 
-from search.data import read_conversations, read_prompts, read_records
+from search.data import read_prompts, read_records
 from search.errors import UsageError
 from search.folder import read_manifest
 from search.inputs import check_inputs
+from search.sources import read_given_prompts, read_given_records, read_text
 from search.spec import line_of, read_study
 
 
@@ -142,8 +143,8 @@ def test_a_prompt_that_is_none_is_refused_with_its_line(tmp_path, line, says):
 
 def test_files_that_are_empty_or_folders_are_refused(tmp_path):
     (tmp_path / "empty").touch()
-    for read in (read_prompts, read_records, read_conversations):
-        with pytest.raises(UsageError, match="empty|not JSON"):
+    for read in (read_prompts, read_records, read_given_prompts, read_given_records, read_text):
+        with pytest.raises(UsageError, match="empty"):
             read(tmp_path / "empty")
         with pytest.raises(UsageError, match="cannot be read"):
             read(tmp_path)

@@ -68,17 +68,67 @@ def test_conversations_become_prompts_of_the_models_tokens(tmp_path):
     assert records.main(["import", "--prompts", str(file), "--model", TARGET, "--out", str(tmp_path / "study")]) == 0
     made = read_prompts(tmp_path / "study" / "prompts.jsonl")
     assert [p.split for p in made].count(HELD_OUT) == 2
-    from transformers import AutoTokenizer
-
-    assert AutoTokenizer.from_pretrained(TARGET).decode(made[0].token_ids).endswith("def add(a, b):")
+    assert tokenizer().decode(made[0].token_ids).endswith("def add(a, b):")
 
 
-def test_conversations_need_to_know_whose_tokens(tmp_path, capsys):
+def test_text_needs_to_know_whose_tokens_it_becomes(tmp_path, capsys):
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps([{"conversations": [{"from": "human", "value": "x"}]}]))
     with pytest.raises(SystemExit) as stopped:
         records.main(["import", "--prompts", str(file), "--out", str(tmp_path)])
     assert stopped.value.code == 2 and "say which with --model" in capsys.readouterr().err
+
+
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+def test_text_becomes_prompts_and_records_of_the_models_tokens(tmp_path):
+    write_lines(tmp_path / "log.jsonl", [{"prompt": f"def f{i}():"} for i in range(4)])
+    write_lines(tmp_path / "texts.jsonl", [{"context": f"x{i} =", "target": " 1\n"} for i in range(4)])
+    files = ["--prompts", str(tmp_path / "log.jsonl"), "--records", str(tmp_path / "texts.jsonl")]
+    assert records.main(["import", *files, "--model", TARGET, "--out", str(tmp_path / "study")]) == 0
+    prompts = read_prompts(tmp_path / "study" / "prompts.jsonl")
+    made = read_records(tmp_path / "study" / "records.jsonl")
+    decode = tokenizer().decode
+    assert [decode(p.token_ids, skip_special_tokens=True) for p in prompts] == [f"def f{i}():" for i in range(4)]
+    assert [decode(r.context, skip_special_tokens=True) for r in made] == [f"x{i} =" for i in range(4)]
+    assert {decode(r.target) for r in made} == {" 1\n"}  # with nothing put before it
+    assert [p.split for p in prompts].count(HELD_OUT) == [r.split for r in made].count(HELD_OUT) == 2
+
+
+def test_a_plain_text_is_cut_into_records_that_follow_each_other(tmp_path):
+    text = "".join(f"value_{i} = {i * i}\n" for i in range(400))
+    (tmp_path / "source.txt").write_text(text)
+    arguments = ["import", "--records", str(tmp_path / "source.txt"), "--model", TARGET, "--out", str(tmp_path)]
+    assert records.main(arguments) == 0
+    made = read_records(tmp_path / "records.jsonl")
+    assert len(made) >= 4 and {len(r.target) for r in made} == {256}
+    tokens = [token for r in made for token in (*r.context[-128:], *r.target)]
+    assert tokens == tokenizer()(text, add_special_tokens=False)["input_ids"][: len(tokens)]
+    start = made[0].context[:-128]
+    assert all(r.context[:-128] == start for r in made)
+    assert list(start) == [tokenizer().bos_token_id] * len(start)
+
+
+def test_a_text_too_short_to_be_cut_is_said(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    with pytest.raises(SystemExit, match="2"):
+        records.main(["import", "--records", str(tmp_path / "short.txt"), "--model", TARGET, "--out", str(tmp_path)])
+    assert "short.txt is too short" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("x = 1\n")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    (broken / "tokenizer.json").write_text('{"model": 5}')
+    with pytest.raises(SystemExit, match="2"):
+        records.main(["import", "--prompts", str(tmp_path / "p.txt"), "--model", str(broken), "--out", str(tmp_path)])
+    assert f"The tokenizer of {broken} cannot be loaded" in capsys.readouterr().err
 
 
 def test_a_split_that_is_there_stays_and_what_is_not_split_is_split(tmp_path):

@@ -149,6 +149,13 @@ def test_private_prompts_and_records_are_taken(exported, capsys, study_folder):
     assert "tokens a second (other prompts)" in {check["what"] for check in document["checks"]}
 
 
+def test_private_prompts_may_be_text_which_the_server_makes_into_tokens(exported, tmp_path, capsys):
+    rows = [{"prompt": f"text {i} "} for i in range(3)]
+    rows += [{"messages": [{"role": "user", "content": f"message {i} "}]} for i in range(3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert verified(exported, capsys, "--prompts", str(tmp_path / "log.jsonl"))["holds"]
+
+
 def test_a_folder_without_manifest_is_a_bad_argument(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         verify.main([str(tmp_path)])
