@@ -2,6 +2,7 @@
 
     python -m search.export --out manifest            the confirmed trial with the best lower bound
     python -m search.export --trial 17 --out m17      another one; --unverified if it was not confirmed
+    python -m search.export --as vllm --as compose    and a vllm serve command line, and a compose file, in the folder
 
 Exit codes: 0 done, 1 nothing to export, 2 bad arguments, 3 refused.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from search.cli import DEFAULT_STORAGE, add_output_arguments, add_study_arguments, fail, find_study, set_up_errors
+from search.forms import FORMS
 
 if TYPE_CHECKING:
     from search.store import Confirmation
@@ -25,6 +27,14 @@ def parser() -> argparse.ArgumentParser:
     add_study_arguments(p)
     p.add_argument("--trial", default="best", metavar="best|N", help="which trial (default best)")
     p.add_argument("--out", type=Path, default=Path("manifest"), metavar="DIR", help="folder (default manifest)")
+    p.add_argument(
+        "--as",
+        dest="forms",
+        action="append",
+        default=[],
+        choices=tuple(FORMS),
+        help="also write serve.sh (vllm), vllm.yaml, compose.yaml or manifest.env into the folder (several)",
+    )
     p.add_argument("--unverified", action="store_true", help="export a trial that is not confirmed; it claims nothing")
     add_output_arguments(p, json=False)
     return p
@@ -63,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.unverified and (confirmation is None or not confirmation.eligible):
             raise RefusedError(_refusal(outcome.trial, confirmation))
         manifest = build_manifest(spec, store, outcome)
-        write_manifest(manifest, spec, args.out)
+        write_manifest(manifest, spec, args.out, args.forms)
         store.add_export(outcome.trial, args.out, finite(manifest))
         said = (
             f"claims {confirmation.claimed:.1f} tok/s, borne out by a re-run with a chance of {confirmation.p_pass:.1%}"
@@ -76,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             f"Serve it with: python {args.out / 'serve.py'}\n"
             f"Check it with: python -m search.verify {args.out}"
         )
+        for form in args.forms:
+            print(f"Also: {args.out / FORMS[form].file}")
     return 0
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernels.plugin import LEAST_DRAFTS
 from search import __version__
 from search.errors import RefusedError
 from search.folder import PROMPTS, RECORDS, finite, manifest_hash
+from search.forms import write_forms
 from search.knobs import DRAFTS, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
 from search.serving import ARGS_WITH_KEYS
@@ -142,13 +143,15 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
     return manifest
 
 
-def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> None:
+def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path, forms: Sequence[str] = ()) -> None:
     """Write the folder `out` at once: it is there whole, or as it was before.
 
-    It holds manifest.json, serve.py and, under evidence/, the prompts and records the figures were measured with.
+    It holds manifest.json, serve.py and, under evidence/, the prompts and records the figures were measured with;
+    besides them the file of each of `forms` (see `search.forms`).
 
     Raises:
         RefusedError: `out` holds something other than an exported manifest.
+        SearchError: a form cannot be written on this machine.
     """
     if out.exists() and not (out / "manifest.json").is_file() and (not out.is_dir() or any(out.iterdir())):
         raise RefusedError(f"{out} is not an exported manifest and not empty; choose another --out.")
@@ -161,6 +164,7 @@ def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path) -> N
         (new / "evidence").mkdir()
         shutil.copyfile(spec.workload.prompts, new / PROMPTS)
         shutil.copyfile(spec.gate.records, new / RECORDS)
+        write_forms(new, manifest, forms)
         if out.exists():
             os.replace(out, old)
         os.replace(new, out)

@@ -53,11 +53,10 @@ def serve(folder: Path) -> None:
     speculation = json.loads(manifest["env"].get("SPECULATIVE_CONFIG", "null"))
     if speculation:
         source = _checked(speculation["model"], hashes["drafter"])
-        values = drafter_values(manifest["env"])
         # vLLM's compile cache is keyed by paths. A relative one that names the content is the same wherever the folder
         # stands, so that the same code is served again; a fresh compilation can take another token path.
         os.chdir(folder)
-        drafter = derive_drafter(source, Path(f"drafter-{json_hash([hashes['drafter'], values])}"), values)
+        drafter = own_drafter(manifest, source, Path())
     arguments = server_arguments(manifest, target, drafter) + sys.argv[1:]
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--port", type=int)
@@ -74,6 +73,13 @@ def serve(folder: Path) -> None:
 def drafter_values(env: Mapping[str, str]) -> dict[str, int]:
     """What a manifest's drafter config must say, by knob."""
     return {knob: int(env[key]) for knob, key in ((WINDOW, "SLIDING_WINDOW"), (TOP_K, "CENTROID_TOP_K")) if key in env}
+
+
+def own_drafter(manifest: Mapping[str, Any], source: Path, folder: Path) -> Path:
+    """The drafter that a manifest is served with, made in `folder` of the measured one, under a name that says both."""
+    values = drafter_values(manifest["env"])
+    name = f"drafter-{json_hash([manifest['evidence']['hashes']['drafter'], values])}"
+    return derive_drafter(source, folder / name, values)
 
 
 def derive_drafter(source: Path, out: Path, values: Mapping[str, int]) -> Path:
@@ -96,24 +102,43 @@ def derive_drafter(source: Path, out: Path, values: Mapping[str, int]) -> Path:
     return out
 
 
-def server_arguments(manifest: Mapping[str, Any], target: Path, drafter: Path | None) -> list[str]:
-    """The arguments of vLLM's server that a manifest stands for."""
+def server_options(manifest: Mapping[str, Any], target: str, drafter: str | None) -> dict[str, Any]:
+    """The arguments of vLLM that a manifest stands for, by name: all that decides what is decoded, and how fast.
+
+    Args:
+        manifest: as it was read.
+        target: folder or hub id of the model.
+        drafter: folder of the drafter with the manifest's values in its config, or None.
+    """
     env = manifest["env"]
-    args: dict[str, Any] = {
-        "model": str(target),
+    options: dict[str, Any] = {
+        "model": target,
         "served_model_name": manifest["served_model_name"],
         "host": HOST,
         "port": manifest["port"],
         **{name: env[name.upper()] for name in ARGS_WITH_KEYS if name.upper() in env},
         **json.loads(env["ENGINE_ARGS"]),
+    }
+    if "HF_OVERRIDES" in env:
+        options["hf_overrides"] = json.loads(env["HF_OVERRIDES"])
+    if drafter is not None:
+        options["speculative_config"] = {**json.loads(env["SPECULATIVE_CONFIG"]), "model": drafter}
+    return options
+
+
+def server_arguments(manifest: Mapping[str, Any], target: Path, drafter: Path | None) -> list[str]:
+    """The arguments of the server that answers for a manifest: vLLM's, and what reads the knobs back."""
+    own = {
         "worker_extension_cls": "search.engine.readback.ReadBack",
         "middleware": "search.engine.readback.EffectiveKnobs",
     }
-    if "HF_OVERRIDES" in env:
-        args["hf_overrides"] = json.loads(env["HF_OVERRIDES"])
-    if drafter is not None:
-        args["speculative_config"] = {**json.loads(env["SPECULATIVE_CONFIG"]), "model": str(drafter)}
-    return [word for name, value in args.items() for word in _flag(name, value)]
+    options = server_options(manifest, str(target), None if drafter is None else str(drafter))
+    return flags({**options, **own})
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as the words of a command line."""
+    return [word for name, value in options.items() for word in _flag(name, value)]
 
 
 def _flag(name: str, value: Any) -> list[str]:

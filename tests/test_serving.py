@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from search import export
 from search.engine import readback
 from search.errors import RefusedError
 from search.folder import manifest_hash
@@ -145,6 +146,23 @@ def test_an_export_replaces_an_older_one_and_nothing_else(manifest, spec, tmp_pa
     with pytest.raises(RefusedError, match="not an exported manifest"):
         write_manifest(manifest, spec, other)
     assert (other / "precious.txt").exists()
+
+
+def test_an_export_writes_the_forms_that_are_asked_for(spec, store, edit_study, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = edit_study("name: synthetic", "name: s")
+    store.define(read_study(folder).definition(), {})
+    study = ["--study", str(folder), "--storage", f"sqlite:///{tmp_path}/s.db", "--trial", "17", "--unverified"]
+    assert export.main([*study, "--as", "compose", "--as", "env"]) == 0
+    found = {path.name for path in (tmp_path / "manifest").iterdir()}
+    assert found == {"compose.yaml", "evidence", "manifest.env", "manifest.json", "serve.py"}
+    assert "Also: manifest/compose.yaml" in capsys.readouterr().out
+    before = (tmp_path / "manifest" / "manifest.json").read_text()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: 1 / 0)
+    with pytest.raises(SystemExit, match="1"):  # example/drafter cannot be had, and a plain vLLM needs its folder
+        export.main([*study, "--as", "vllm"])
+    assert "drafter" in capsys.readouterr().err
+    assert (tmp_path / "manifest" / "manifest.json").read_text() == before
 
 
 def test_the_derived_drafter_carries_window_and_top_k(manifest, model_folder, tmp_path):
