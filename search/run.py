@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--timeout", type=float, metavar="S", help="ask for no further trial after S seconds")
     p.add_argument("--sampler", choices=SAMPLERS, help="who proposes settings (default gated)")
     p.add_argument("--stop", choices=("auto",), help="auto: end when another trial is not expected to gain 0.2 %%")
-    p.add_argument("--prior", metavar="FILE", help="points from elsewhere (CSV, or a study database) to start from")
+    p.add_argument("--prior", metavar="FROM", help="points from elsewhere: CSV, vllm bench sweep's folder, a database")
     p.add_argument("--engine", metavar="NAME", help="vllm (default), simulated, or module:Class of another")
     p.add_argument("--ppl-ceiling", type=float, metavar="X", help="absolute ceiling, instead of the study's")
     p.add_argument("--seed", type=int, metavar="N", help="seed of the sampler and the engine (default 0)")

@@ -19,6 +19,7 @@ from search.errors import UsageError
 from search.knobs import KNOWN, Knob, words
 from search.samplers.problem import PriorPoint, Problem
 from search.store.front import pareto_front
+from search.sweep import read_sweep
 
 WHY = "why"  # user attribute of a trial: why it was asked for
 PROPOSALS = 4  # settings of the prior's front that are tried after the study's own default
@@ -29,12 +30,18 @@ ONE_REPORT = 0.03  # what a setting loses, in order of proposal, for resting on 
 
 
 def read_prior(source: str, knobs: Sequence[Knob], study: str | None = None) -> tuple[PriorPoint, ...]:
-    """Points from a CSV file (a column for each knob, `tps`, `ppl`) or from another study's database.
+    """Points from elsewhere.
+
+    A CSV file (a column for each knob, `tps`, `ppl`), the result folder of a `vllm bench sweep serve`, or another
+    study's database.
 
     Raises:
         UsageError: it cannot be read, or holds no point with all knobs of this study.
     """
-    rows = _of_database(source, study) if "://" in source or source.endswith(".db") else _of_csv(Path(source))
+    if Path(source).is_dir():
+        rows = read_sweep(Path(source))
+    else:
+        rows = _of_database(source, study) if "://" in source or source.endswith(".db") else _of_csv(Path(source))
     names = [knob.name for knob in knobs]
     groups: dict[tuple[int, ...], list[tuple[float, float | None]]] = {}
     for row in rows:
@@ -80,7 +87,8 @@ def _of_database(source: str, study: str | None) -> list[dict[str, Any]]:
 def settled(problem: Problem) -> list[PriorPoint]:
     """One point a setting: those that can be of the same model, and lie in the knobs' ranges.
 
-    Perplexity that a report does not give is taken from reports of the same quality knobs.
+    Perplexity that a report does not give is taken from reports of the same quality knobs, or, at those of the
+    reference, from the reference.
     """
     low, high = (factor * problem.reference.ppl for factor in SAME_MODEL)
     kept = [p for p in problem.prior if (p.ppl is None or low <= p.ppl <= high) and _in_range(problem, p)]
@@ -90,6 +98,7 @@ def settled(problem: Problem) -> list[PriorPoint]:
         groups.setdefault(tuple(problem.spelled(p.setting).values()), []).append(p)
         if p.ppl is not None:
             by_quality.setdefault(problem.quality_key(p.setting), []).append(p.ppl)
+    by_quality.setdefault(problem.quality_key(problem.reference.setting), [problem.reference.ppl])
     found = []
     for reports in groups.values():
         tps = _quantile(sorted(p.tps for p in reports), UPPER)
@@ -116,7 +125,7 @@ def enqueue(study: optuna.Study, problem: Problem, note: Callable[[str], None]) 
         why = f"as it did best elsewhere (--prior): {p.tps:.1f} tok/s there"
         study.enqueue_trial(dict(p.setting), user_attrs={WHY: why})
     if problem.prior:
-        tried = "; ".join(words(p.setting) for p in found) or "none: nothing of it passes here"
+        tried = "; ".join(words(p.setting) for p in found) or "none: nothing of it is known to pass here"
         count = f"{len(problem.prior)} points from elsewhere, {len(settled(problem))} settings"
         note(f"Prior: {count}. Tried first: {tried}.")
 
