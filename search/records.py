@@ -6,7 +6,7 @@
 Prompts: JSON Lines of {"prompt_token_ids"}, {"prompt": text} or {"messages"}; ShareGPT JSON; an OpenAI-style log or
 batch ({"custom_id", "body"}); plain text (.txt), a prompt a paragraph. Records: JSON Lines of {"context_token_ids",
 "target_token_ids"} or, as text, {"context" or "prompt", "target" or "completion"}; plain text (.txt), cut into records
-of 128 tokens of context and 256 to score. Text becomes tokens of MODEL, conversations through its chat template.
+of 512 tokens of context and 256 to score. Text becomes tokens of MODEL, conversations through its chat template.
 
 Half of the texts are what a search sees (tune prompts, gate records); the other half is held out for confirming. Exit
 codes: 0 done, 1 the reference model could not be run, 2 bad arguments or files.

@@ -13,7 +13,8 @@ from search.data import GATE, Prompt, Record
 from search.errors import UsageError
 from search.sources import Conversation, is_plain_text, read_given_prompts, read_given_records, read_text
 
-CONTEXT_TOKENS, TARGET_TOKENS = 128, 256  # of each record cut from a plain text
+# Of each record cut from a plain text. What a small window leaves out only tells behind a context that is longer.
+CONTEXT_TOKENS, TARGET_TOKENS = 512, 256
 Content = tuple[int, ...] | str | Conversation
 
 

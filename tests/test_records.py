@@ -100,16 +100,16 @@ def test_text_becomes_prompts_and_records_of_the_models_tokens(tmp_path):
 
 
 def test_a_plain_text_is_cut_into_records_that_follow_each_other(tmp_path):
-    text = "".join(f"value_{i} = {i * i}\n" for i in range(400))
+    text = "".join(f"value_{i} = {i * i}\n" for i in range(600))
     (tmp_path / "source.txt").write_text(text)
     arguments = ["import", "--records", str(tmp_path / "source.txt"), "--model", TARGET, "--out", str(tmp_path)]
     assert records.main(arguments) == 0
     made = read_records(tmp_path / "records.jsonl")
     assert len(made) >= 4 and {len(r.target) for r in made} == {256}
-    tokens = [token for r in made for token in (*r.context[-128:], *r.target)]
+    tokens = [token for r in made for token in (*r.context[-512:], *r.target)]
     assert tokens == tokenizer()(text, add_special_tokens=False)["input_ids"][: len(tokens)]
-    start = made[0].context[:-128]
-    assert all(r.context[:-128] == start for r in made)
+    start = made[0].context[:-512]
+    assert all(r.context[:-512] == start for r in made)
     assert list(start) == [tokenizer().bos_token_id] * len(start)
 
 
