@@ -13,7 +13,7 @@ from search.errors import UsageError
 
 TUNE, HELD_OUT, GATE = "tune", "held-out", "gate"
 MAX_ID = 200  # characters; what the store's columns take
-T = TypeVar("T", "Prompt", "Record")
+T = TypeVar("T", "Prompt", "Record", "Task")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class Record:
     split: str
     context: tuple[int, ...]
     target: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt with the answer that is expected: a text, or token ids as they stand."""
+
+    id: str
+    prompt: str | tuple[int, ...]
+    expected: str
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -95,6 +104,27 @@ def read_records(path: Path) -> list[Record]:
     return _read(path, record, "records")
 
 
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks of a file of `{id, prompt | prompt_token_ids, expected}` lines.
+
+    Raises:
+        UsageError: naming the file, the line and what is wrong there.
+    """
+
+    def task(row: dict[str, Any]) -> Task:
+        if ("prompt" in row) == ("prompt_token_ids" in row):
+            raise ValueError("exactly one of prompt and prompt_token_ids is needed")
+        prompt = _text(row, "prompt") if "prompt" in row else _token_ids(row, "prompt_token_ids")
+        return Task(_id(row["id"]), prompt, _text(row, "expected"))
+
+    return _read(path, task, "tasks")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold a text: not if it has halves of surrogate pairs, as JSON and YAML may write them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def json_hash(value: Any) -> str:
     """Hash of a value as JSON with sorted keys: 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -106,7 +136,12 @@ def content_hash(path: Path) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    return hashlib.sha256(_read_bytes(path)).hexdigest()[:16]
+    return bytes_hash(_read_bytes(path))
+
+
+def bytes_hash(content: bytes) -> str:
+    """Hash of some bytes: 16 hex digits."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _read(path: Path, build: Callable[[dict[str, Any]], T], what: str) -> list[T]:
@@ -144,6 +179,15 @@ def _id(value: Any) -> str:
     if not text or len(text) > MAX_ID or not text.isprintable():
         raise ValueError(f"id must be a number or a text of at most {MAX_ID} characters, not {value!r:.40}")
     return text
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} must be a text that is not blank, not {value!r:.40}")
+    if not is_utf8(value):
+        raise ValueError(f"{key} is no text that UTF-8 can hold")
+    return value
 
 
 def _split(row: dict[str, Any], first: str) -> str:
