@@ -118,6 +118,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         end = "Pruned:"
     else:
         end = f"Failed in {row.failed_stage or 'no stage'} ({row.failure or 'unknown'}):"
+    others = [f"{name} {getattr(row, name):.4f}" for name in gates.GATES[1:] if pd.notna(getattr(row, name, None))]
     reused = "" if pd.isna(row.reused_from) else f"As in trial {row.reused_from:.0f}."
     warning = f"**Warning:** {row.warning}." if isinstance(row.warning, str) else ""
     said = row.reason if isinstance(row.reason, str) else ""
@@ -125,6 +126,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         line
         for line in (
             f"{end} {said}".strip(),
+            f"Other gates, over what was looked at: {', '.join(others)}." if others else "",
             f"Setting, {read_back}: {setting}.",
             f"Asked for: {why}." if why else "",
             reused,

@@ -1,5 +1,6 @@
 """Several gates at once: whole searches on the simulated engine, whose agreement and tasks are made up."""
 
+import hashlib
 import json
 import re
 import sqlite3
@@ -12,12 +13,12 @@ from test_study import Silent, options, stored  # noqa: F401
 
 from search import gates
 from search.answers import Answer, judge, marked
-from search.data import read_tasks
+from search.data import content_hash, read_tasks
 from search.engine.protocol import Load, Solve
 from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
 from search.knobs import DRAFTS
-from search.review import ReviewStorage, study_note
+from search.review import ReviewStorage, study_note, trial_note
 from search.spec import read_study
 from search.store import REFERENCE
 from search.store.frames import frames
@@ -325,6 +326,9 @@ def test_the_summary_the_frames_and_the_notes_say_what_each_gate_did(gated, opti
     table = frames(store)
     pruned = table.trials[table.trials.state == "PRUNED"]
     assert pruned.refused_by.notna().all() and {"top1", "kl", "exact"} <= set(table.trials.columns)
+    (row,) = table.trials[table.trials.trial == document["best"]["trial"]].itertuples()
+    top1, kl, exact = (document["best"]["gates"][name] for name in ("top1", "kl", "exact"))
+    assert f"looked at: top1 {top1:.4f}, kl {kl:.4f}, exact {exact:.4f}." in trial_note(row, table)
     note = study_note(table)
     assert "Other gates: top1 at least 0.9600 (the reference 1.0000), kl at most 0.0400" in note
 
@@ -341,3 +345,7 @@ def test_a_study_without_other_gates_says_nothing_of_them(searched):
     folder = Path(searched.removeprefix("sqlite:///")).parent
     with sqlite3.connect(folder / "study.db") as database:
         assert database.execute("SELECT count(*) FROM pareto_record_score WHERE top1 IS NOT NULL").fetchone() == (0,)
+    # And finds what was scored before there were other gates.
+    (started,), records = store.environments(), content_hash(folder / "records.jsonl")
+    key = repr((started.model_hash, started.build_hash, records, [("sliding_window", 512)]))
+    assert len(store.remembered_scores(hashlib.sha256(key.encode()).hexdigest()[:16])) == 16
