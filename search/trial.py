@@ -278,7 +278,6 @@ class Laboratory:
 
     def _measure_reference(self) -> None:
         started = time.perf_counter()
-
         answered: list[tuple[Finding, Measurement]] = []
 
         def measure() -> tuple[Setting, Measurement, speed.Throughput, list[Measurement]]:

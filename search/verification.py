@@ -36,9 +36,7 @@ from search.modelfiles import file_hash, model_folder
 from search.spec import LimitSpec
 
 SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
-SAME_SHARE = (
-    0.02  # what near ties may move a share of tokens or tasks by, from one machine to another; one task at least
-)
+SAME_SHARE = 0.02  # what near ties may move a share of tokens or tasks by, on another machine; at least one task
 SAME_KL, SAME_KL_SHARE = 1e-3, 0.1  # the same of a divergence: nats a token, or a share of it
 SAME_MACHINE = (0.7, 1.4)  # speed, relative to the claim's machine, that a claim can be carried over
 PLAIN_PROMPTS = 32  # whose tokens are held against plain greedy decoding

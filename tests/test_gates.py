@@ -9,7 +9,7 @@ from pathlib import Path
 import optuna
 import pytest
 from conftest import write_lines
-from test_study import Silent, options, stored  # noqa: F401
+from test_study import Silent, stored
 
 from search import gates
 from search.answers import Answer, judge, marked
@@ -22,7 +22,7 @@ from search.review import ReviewStorage, study_note, trial_note
 from search.spec import read_study
 from search.store import REFERENCE
 from search.store.frames import frames
-from search.study import search
+from search.study import Options, search
 
 ALL = (
     "gate:\n  records: records.jsonl\n  ceiling: {ratio: 1.05}\n  agreement: {top1: 0.96, kl: 0.04}\n"
@@ -46,6 +46,16 @@ def gated(edit_study):
         folder = edit_study(PPL_ALONE, gate)
         write_tasks(folder)
         return read_study(folder)
+
+    return make
+
+
+@pytest.fixture
+def options(tmp_path):
+    """So many trials on the simulated engine."""
+
+    def make(trials, sampler="random"):
+        return Options(trials, 0, f"sqlite:///{tmp_path}/study.db", "simulated", sampler, 0, None, tmp_path / "logs")
 
     return make
 
@@ -144,9 +154,9 @@ def test_tasks_refuse_a_setting_when_the_rest_cannot_bring_it_back():
 # Searches -------------------------------------------------------------------------------------------------
 
 
-def test_a_collapse_that_perplexity_misses_is_pruned_by_the_tasks(gated, options):  # noqa: F811
+def test_a_collapse_that_perplexity_misses_is_pruned_by_the_tasks(gated, options):
     spec = gated(tasks_alone(drop=0.25))
-    search(spec, options(40, sampler="random"), Silent())
+    search(spec, options(40), Silent())
     outcomes = stored(options(40)).outcomes()
     missed = [o for o in outcomes if o.state == "PRUNED" and o.excess < 0]
     assert missed  # under the ceiling, and yet refused
@@ -165,11 +175,11 @@ def test_a_collapse_that_perplexity_misses_is_pruned_by_the_tasks(gated, options
 )
 def test_a_setting_that_one_gate_refused_is_not_asked_the_others_and_optuna_is_told_zero_of_them(
     gated,
-    options,  # noqa: F811
+    options,
     agreement,
     refusing,
 ):
-    search(gated(ALL.replace("top1: 0.96, kl: 0.04", agreement)), options(40, sampler="random"), Silent())
+    search(gated(ALL.replace("top1: 0.96, kl: 0.04", agreement)), options(40), Silent())
     store = stored(options(40))
     study = optuna.load_study(study_name=store.study, storage=options(40).storage)
     told = {trial.number: trial for trial in study.get_trials()}
@@ -192,9 +202,9 @@ def test_a_setting_that_one_gate_refused_is_not_asked_the_others_and_optuna_is_t
     assert front and all(told[trial].state.name == "COMPLETE" for trial in front)
 
 
-def test_the_reference_agrees_with_itself_in_full_and_small_windows_agree_less(gated, options):  # noqa: F811
+def test_the_reference_agrees_with_itself_in_full_and_small_windows_agree_less(gated, options):
     loose = ALL.replace("top1: 0.96, kl: 0.04", "top1: 0.0, kl: 9.0").replace("drop: 0.25", "drop: 1.0")
-    search(gated(loose.replace("1.05", "9.0")), options(30, sampler="random"), Silent())
+    search(gated(loose.replace("1.05", "9.0")), options(30), Silent())
     store = stored(options(30))
     reference = store.outcome(REFERENCE).gates
     assert (reference["top1"]["figure"], reference["kl"]["figure"], reference["exact"]["figure"]) == (1.0, 0.0, 1.0)
@@ -207,8 +217,8 @@ def test_the_reference_agrees_with_itself_in_full_and_small_windows_agree_less(g
     assert by_window[small]["top1"]["figure"] < 0.9 and by_window[small]["exact"]["figure"] < 0.5
 
 
-def test_what_the_gates_found_is_remembered_by_the_quality_knobs(gated, options):  # noqa: F811
-    search(gated(), options(40, sampler="random"), Silent())
+def test_what_the_gates_found_is_remembered_by_the_quality_knobs(gated, options):
+    search(gated(), options(40), Silent())
     store = stored(options(40))
     done = [m.setting["sliding_window"] for m in store.measurements("tasks", "done") if m.trial != REFERENCE]
     remembered = store.measurements("tasks", "remembered")
@@ -217,8 +227,8 @@ def test_what_the_gates_found_is_remembered_by_the_quality_knobs(gated, options)
     assert all(m.figures["exact"] == first[m.setting["sliding_window"]] for m in remembered)
 
 
-def test_tasks_are_answered_without_drafts_and_prompts_are_timed_with_them(gated, options):  # noqa: F811
-    search(gated(), options(30, sampler="random"), Silent())
+def test_tasks_are_answered_without_drafts_and_prompts_are_timed_with_them(gated, options):
+    search(gated(), options(30), Silent())
     store = stored(options(30))
     answered = {m.trial for m in store.measurements("tasks", "done")}
     drafting = [m for m in store.measurements("speed", "done") if m.trial in answered and m.setting[DRAFTS] > 0]
@@ -227,7 +237,7 @@ def test_tasks_are_answered_without_drafts_and_prompts_are_timed_with_them(gated
         assert all(t.drafts > 0 and t.draft_tokens == t.drafts * row.setting[DRAFTS] for t in row.timings)
 
 
-def test_tasks_that_were_answered_before_an_interrupt_are_not_asked_again(gated, options):  # noqa: F811
+def test_tasks_that_were_answered_before_an_interrupt_are_not_asked_again(gated, options):
     spec, observer, asked = gated(tasks_alone(drop=0.25)), Silent(), []
 
     def interrupt(trial, stage, done):
@@ -242,10 +252,10 @@ def test_tasks_that_were_answered_before_an_interrupt_are_not_asked_again(gated,
     assert [done for trial, done in asked if trial == REFERENCE] == list(range(7, 16))
 
 
-def test_a_study_with_gates_goes_on_where_it_stopped_and_refuses_changed_ones(gated, options, study_folder):  # noqa: F811
+def test_a_study_with_gates_goes_on_where_it_stopped_and_refuses_changed_ones(gated, options, study_folder):
     spec = gated()
-    search(spec, options(8, sampler="random"), Silent())
-    again = search(spec, options(16, sampler="random"), Silent())
+    search(spec, options(8), Silent())
+    again = search(spec, options(16), Silent())
     assert again.counts["complete"] + again.counts["pruned"] == 16
     with sqlite3.connect(options(16).storage.removeprefix("sqlite:///")) as database:
         kept = "SELECT count(*), count(distributions) FROM pareto_record_score WHERE top1 IS NOT NULL"
@@ -257,7 +267,7 @@ def test_a_study_with_gates_goes_on_where_it_stopped_and_refuses_changed_ones(ga
         search(read_study(study_folder), options(20), Silent())
 
 
-def test_the_reference_must_answer_what_it_asks_of_others(gated, options, study_folder):  # noqa: F811
+def test_the_reference_must_answer_what_it_asks_of_others(gated, options, study_folder):
     spec = gated(tasks_alone(exact=0.9))
     write_lines(
         study_folder / "tasks.jsonl",
@@ -267,7 +277,7 @@ def test_the_reference_must_answer_what_it_asks_of_others(gated, options, study_
         search(spec, options(3), Silent())
 
 
-def test_the_default_sampler_keeps_away_from_what_another_gate_refused(gated, options):  # noqa: F811
+def test_the_default_sampler_keeps_away_from_what_another_gate_refused(gated, options):
     pytest.importorskip("botorch")
     spec = gated(tasks_alone(drop=0.25))
     search(spec, options(30, sampler="gated"), Silent())
@@ -295,14 +305,14 @@ def smallest_that_answers(spec, share):
 
 
 @pytest.mark.parametrize("sampler", ["gp", "nsga2"])
-def test_optunas_own_samplers_learn_from_all_gates(gated, options, sampler):  # noqa: F811
+def test_optunas_own_samplers_learn_from_all_gates(gated, options, sampler):
     pytest.importorskip("torch")
     search(gated(), options(12, sampler=sampler), Silent())
     assert stored(options(12)).finished() == 12
 
 
-def test_the_dashboard_is_shown_the_constraints_in_the_gates_order(gated, options):  # noqa: F811
-    search(gated(), options(12, sampler="random"), Silent())
+def test_the_dashboard_is_shown_the_constraints_in_the_gates_order(gated, options):
+    search(gated(), options(12), Silent())
     store = stored(options(12))
     storage = ReviewStorage(options(12).storage)
     shown = storage.get_all_trials(storage.get_study_id_from_name(store.study))
@@ -311,10 +321,10 @@ def test_the_dashboard_is_shown_the_constraints_in_the_gates_order(gated, option
         assert trial.system_attrs["constraints"] == expected
 
 
-def test_the_summary_the_frames_and_the_notes_say_what_each_gate_did(gated, options):  # noqa: F811
+def test_the_summary_the_frames_and_the_notes_say_what_each_gate_did(gated, options):
     from search.closing import found
 
-    summary = search(gated(), options(40, sampler="random"), Silent())
+    summary = search(gated(), options(40), Silent())
     document = json.loads(json.dumps(summary.as_json()))
     store = stored(options(40))
     by_gate = [gates.refusers(o.gates) for o in store.outcomes()]
