@@ -130,6 +130,7 @@ def _text_words(spec: StudySpec, model: Mapping[str, Any]) -> str:
         "held-out prompts": len(spec.held_out_prompts()),
         "gate records": len(spec.records()),
         "held-out records": len(spec.held_out_records()),
+        **({"tasks": len(spec.tasks())} if spec.gate.tasks is not None else {}),
     }
     return ", ".join(f"{count} {what}" for what, count in counts.items())
 

@@ -27,7 +27,8 @@ def found(summary: Summary) -> list[str]:
     lines = [
         f"{counts['complete'] + counts['pruned']} trials stand finished ({summary.wall_s:.0f} s in this run): "
         f"{counts['complete']} passed the gate, {counts['pruned']} were pruned over the ceiling of "
-        f"{summary.ceiling:.4f}; {summary.reused} were known settings, {counts['failed']} more failed."
+        f"{summary.ceiling:.4f}{_others(summary)}; {summary.reused} were known settings, {counts['failed']} more "
+        "failed."
     ]
     if summary.warnings:
         first, more = summary.warnings[0], len(summary.warnings) - 1
@@ -45,6 +46,13 @@ def found(summary: Summary) -> list[str]:
         f"(reference {reference.ppl:.4f}).",
         *_cards(summary),
     ]
+
+
+def _others(summary: Summary) -> str:
+    """How many the gates beside perplexity refused, where there are such."""
+    refused = {name: gate["refused"] for name, gate in summary.gates.items() if name != "ppl"}
+    listed = ", ".join(f"{name} {count}" for name, count in refused.items())
+    return f" or by another gate ({listed})" if refused else ""
 
 
 def _cards(summary: Summary) -> list[str]:

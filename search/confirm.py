@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from search import gate, served
+from search.agreement import TOP
 from search.claim import TOLERANCE, claim
 from search.data import Prompt
 from search.endpoint import Endpoint, EndpointError
 from search.engine.process import WorkerError
 from search.engine.protocol import Setting
 from search.errors import SearchError
+from search.gates import Finding
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
 from search.knobs import DRAFTS, quality_part, words
 from search.manifest import build_manifest, write_manifest
@@ -237,8 +239,10 @@ def _measure(
     speed = served.time_prompts(endpoint, claimed_on, tokens, tell)
     of_tune = served.time_prompts(endpoint, tune, tokens, tell, probe=claimed_on[0], once=True) if held_out else None
     outputs = {**speed.tokens, **(of_tune.tokens if of_tune else {})}
-    gate_scores = served.score_records(endpoint, spec.records(), tell)
+    top = TOP if spec.gate.agreement is not None else 0
+    gate_scores = served.score_records(endpoint, spec.records(), tell, top)
     held_scores = served.score_records(endpoint, spec.held_out_records(), tell)
+    others = _other_gates(spec, store, outcome, endpoint, gate_scores, tell)
     shift = served.path_shift(endpoint, claimed_on, tokens)
     identity = compare_tokens(evidence.by_trial[outcome.trial], outputs)
     ppl = gate.perplexity(gate_scores.values())
@@ -252,6 +256,7 @@ def _measure(
         figures={
             "ppl": ppl,
             "held_out_ratio": held_out_ratio,
+            "gates": {finding.gate: finding.figure for finding in others},
             "identity": identity.as_json(),
             "self_shift": shift,
             "stable": speed.stable,
@@ -266,9 +271,36 @@ def _measure(
     )
     _claim_at(found, elasticity([speed.paces]), tokens)
     found.reason = _objection(
-        outcome, effective, speed, ppl, held_out_ratio, reference.ppl, found.figures["least_gap"], identity, shift
+        outcome,
+        effective,
+        speed,
+        ppl,
+        others,
+        held_out_ratio,
+        reference.ppl,
+        found.figures["least_gap"],
+        identity,
+        shift,
     ) or ("its outputs loop where the reference's do not" if degenerate(mine, theirs) else None)
     found.eligible = found.reason is None
+    return found
+
+
+def _other_gates(
+    spec: StudySpec,
+    store: Store,
+    outcome: Outcome,
+    endpoint: Endpoint,
+    scores: Mapping[str, gate.RecordScore],
+    tell: served.Tell,
+) -> list[Finding]:
+    """What the gates beside perplexity say of the served folder, held against the limits that the trial passed."""
+    limits = {name: found["limit"] for name, found in (outcome.gates or {}).items()}
+    found = []
+    if spec.gate.agreement is not None:
+        found += served.agreement_gates(store.reference_distributions(), scores, limits)
+    if (asked := spec.gate.tasks) is not None:
+        found.append(served.task_gate(endpoint, spec.tasks(), asked.max_tokens, asked.stop, limits["exact"], tell))
     return found
 
 
@@ -277,6 +309,7 @@ def _objection(
     effective: Mapping[str, Any],
     speed: served.Served,
     ppl: float,
+    others: Sequence[Finding],
     held_out_ratio: float | None,
     reference_ppl: float,
     least_fall: float | None,
@@ -291,6 +324,9 @@ def _objection(
         return f"served, it runs {dict(effective)} with {speed.drafts_a_step:g} drafts a step"
     if ppl > outcome.ceiling:
         return f"served, its perplexity is {ppl:.4f}, over the ceiling of {outcome.ceiling:.4f}"
+    for finding in others:
+        if finding.outcome == "over":
+            return f"served, {finding.reason}"
     allowed = outcome.ceiling / reference_ppl
     if held_out_ratio is not None and held_out_ratio > allowed:
         return f"on held-out records its perplexity is {held_out_ratio:.4f} × the reference's, over {allowed:.4f}"

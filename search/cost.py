@@ -36,6 +36,7 @@ def stage_costs(store: Store) -> list[StageCost]:
         "apply": [float(m.figures["apply_s"]) for m in gates if "apply_s" in m.figures],
         "gate, scored": [m.wall_s for m in scored],
         "gate, remembered": [m.wall_s for m in remembered],
+        "tasks, answered": [m.wall_s for m in stages if (m.stage, m.status) == ("tasks", "done")],
         "speed": timed,
         "trial under the ceiling": [o.wall_s for o in trials if o.state == "COMPLETE"],
         "trial over the ceiling": [o.wall_s for o in trials if o.state == "PRUNED"],

@@ -44,6 +44,15 @@ class Record:
     target: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Task:
+    """A prompt with the answer that is expected: a text, or token ids as they stand."""
+
+    id: str
+    prompt: str | tuple[int, ...]
+    expected: str
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file of `{id, prompt_token_ids, split?}` lines; without a split they are tune prompts.
 
@@ -75,6 +84,27 @@ def read_records(path: Path) -> list[Record]:
     return read_items(path, lines(read_bytes(path)), record, "records")
 
 
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks of a file of `{id, prompt | prompt_token_ids, expected}` lines.
+
+    Raises:
+        UsageError: naming the file, the line and what is wrong there.
+    """
+
+    def task(row: dict[str, Any]) -> Task:
+        if ("prompt" in row) == ("prompt_token_ids" in row):
+            raise ValueError("exactly one of prompt and prompt_token_ids is needed")
+        prompt = _text(row, "prompt") if "prompt" in row else token_ids(row, "prompt_token_ids")
+        return Task(text_id(row["id"]), prompt, _text(row, "expected"))
+
+    return read_items(path, lines(read_bytes(path)), task, "tasks")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold a text: not if it has halves of surrogate pairs, as JSON and YAML may write them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def json_hash(value: Any) -> str:
     """Hash of a value as JSON with sorted keys: 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -86,7 +116,12 @@ def content_hash(path: Path) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+    return bytes_hash(read_bytes(path))
+
+
+def bytes_hash(content: bytes) -> str:
+    """Hash of some bytes: 16 hex digits."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def lines(content: bytes) -> list[tuple[str, Any]]:
@@ -138,6 +173,15 @@ def text_id(value: Any) -> str:
     if not text or len(text) > MAX_ID or not text.isprintable():
         raise ValueError(f"id must be a number or a text of at most {MAX_ID} characters, not {value!r:.40}")
     return text
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} must be a text that is not blank, not {value!r:.40}")
+    if not is_utf8(value):
+        raise ValueError(f"{key} is no text that UTF-8 can hold")
+    return value
 
 
 def split_of(row: Mapping[str, Any], first: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
+from search.agreement import pack
 from search.engine.group import Ledger, ProcessGroup
 from search.errors import SearchError
 from search.gate import RecordScore
@@ -166,14 +167,16 @@ class Endpoint:
                 ) from error
         return Completion(token_ids, latency_s, logprobs, gaps)
 
-    def score(self, context: Sequence[int], target: Sequence[int]) -> RecordScore:
+    def score(self, context: Sequence[int], target: Sequence[int], top: int = 0) -> RecordScore:
         """Negative log-likelihood of `target` after `context`, from the served `prompt_logprobs`.
+
+        Unless `top` is 0, with the distributions over so many likeliest tokens.
 
         Raises:
             EndpointError: a token has no log-probability.
         """
         tokens = [*context, *target]
-        found = self._complete(tokens, {"max_tokens": 1, "prompt_logprobs": 0}).get("prompt_logprobs") or []
+        found = self._complete(tokens, {"max_tokens": 1, "prompt_logprobs": top}).get("prompt_logprobs") or []
         if len(found) != len(tokens):
             raise EndpointError(f"The server scored {len(found)} tokens of {len(tokens)}.")
         values = []
@@ -182,10 +185,25 @@ class Endpoint:
             if entry is None or not math.isfinite(entry["logprob"]):
                 raise EndpointError(f"The server gave no log-probability of token {position}.")
             values.append(float(entry["logprob"]))
-        return RecordScore(-math.fsum(values), len(values))
+        if not top:
+            return RecordScore(-math.fsum(values), len(values))
+        shown = [
+            {int(token): float(one["logprob"]) for token, one in entry.items() if math.isfinite(one["logprob"])}
+            for entry in found[len(context) :]
+        ]
+        return RecordScore(-math.fsum(values), len(values), distributions=pack(shown))
 
-    def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> dict[str, Any]:
-        fixed = {"model": self.model, "prompt": list(prompt), "temperature": 0.0, "add_special_tokens": False}
+    def solve(self, prompt: str | Sequence[int], max_tokens: int, stop: Sequence[str]) -> str:
+        """What is written greedily after `prompt`, until the model ends the text or writes a text of `stop`.
+
+        A prompt that is a text becomes tokens with the special tokens that the tokenizer adds, as in the search.
+        """
+        body: dict[str, Any] = {"max_tokens": max_tokens, "add_special_tokens": True, "stop": list(stop)}
+        return str(self._complete(prompt, body)["text"])
+
+    def _complete(self, prompt: str | Sequence[int], body: dict[str, Any]) -> dict[str, Any]:
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        fixed = {"model": self.model, "prompt": given, "temperature": 0.0, "add_special_tokens": False}
         return self._ask("/v1/completions", {**fixed, **body}, lambda answer: dict(answer.json()["choices"][0]))
 
     def _get(self, path: str) -> Any:

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.unverified and (confirmation is None or not confirmation.eligible):
             raise RefusedError(_refusal(outcome.trial, confirmation))
         manifest = build_manifest(spec, store, outcome)
-        write_manifest(manifest, spec, args.out, args.forms)
+        write_manifest(manifest, spec, args.out, store.reference_distributions(), args.forms)
         store.add_export(outcome.trial, args.out, finite(manifest))
         said = (
             f"claims {confirmation.claimed:.1f} tok/s, borne out by a re-run with a chance of {confirmation.p_pass:.1%}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Mapping
@@ -10,16 +11,25 @@ from typing import Any
 
 import msgspec
 
+from search.agreement import unpack
 from search.data import json_hash
 from search.errors import UsageError
 
 MANIFEST, PROMPTS, RECORDS = "manifest.json", "evidence/prompts.jsonl", "evidence/records.jsonl"
+TASKS, REFERENCE = "evidence/tasks.jsonl", "evidence/reference.jsonl"  # where gates ask tasks, and for agreement
 JSON_KEYS = ("ENGINE_ARGS", "HF_OVERRIDES", "SPECULATIVE_CONFIG")  # of `env`, whose values are JSON objects as text
 NUMBER_KEYS = ("WARMUP_NUM_PROMPTS", "WARMUP_MAX_TOKENS", "WARMUP_SEED", "SLIDING_WINDOW", "CENTROID_TOP_K")
 
 
 class _Tps(msgspec.Struct):
     claimed: float | None
+
+
+class _Gate(msgspec.Struct):
+    figure: float
+    limit: float
+    max_tokens: int | None = None
+    stop: list[str] = []
 
 
 class _Evidence(msgspec.Struct):
@@ -31,6 +41,7 @@ class _Evidence(msgspec.Struct):
     hashes: dict[str, str | None]
     machine_s: float | None = None
     pace_elasticity: float | None = None
+    gates: dict[str, _Gate] = {}
 
 
 class _Manifest(msgspec.Struct):
@@ -68,10 +79,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     evidence = checked.evidence
     if checked.confirmed and (evidence.tps.claimed is None or not evidence.machine_s or not evidence.pace_elasticity):
         raise UsageError(f"{path} says that it is confirmed, but not what it claims.")
-    for name in (MANIFEST, PROMPTS, RECORDS, "serve.py"):
+    if "exact" in evidence.gates and not evidence.gates["exact"].max_tokens:
+        raise UsageError(f"{path} claims answers to tasks, but not how long they may be (evidence.gates.exact).")
+    for name in (MANIFEST, PROMPTS, RECORDS, TASKS, REFERENCE, "serve.py"):
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise UsageError(f"{folder / name} leads out of the folder: this is no folder that search.export wrote.")
     return manifest
+
+
+def reference_lines(distributions: Mapping[str, bytes]) -> bytes:
+    """The file REFERENCE: by record the reference setting's distributions, as `search.agreement` packs them, base64."""
+    rows = [
+        {"id": record, "distributions": base64.b64encode(distributions[record]).decode()}
+        for record in sorted(distributions)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def read_reference(folder: Path) -> dict[str, bytes]:
+    """What `reference_lines` has written into a folder, by record.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    path = folder / REFERENCE
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found = {str(row["id"]): base64.b64decode(row["distributions"], validate=True) for row in rows}
+        for packed in found.values():
+            unpack(packed)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path} is no file of distributions that search.export wrote: {error}.") from error
+    return found
 
 
 def manifest_hash(manifest: Mapping[str, Any]) -> str:

@@ -28,10 +28,18 @@ HAIR = 0.001  # a perplexity this close to the ceiling, relative to it, is score
 
 @dataclass(frozen=True)
 class RecordScore:
-    """Summed negative log-likelihood (nats) of one record's `tokens` target tokens."""
+    """Summed negative log-likelihood (nats) of one record's `tokens` target tokens.
+
+    Where a study asks for agreement (see `search.agreement`): for how many of them the likeliest token is the reference
+    setting's (`top1`), the divergence from it (`kl`, nats, summed), or the `distributions` themselves, packed: those of
+    the reference are kept.
+    """
 
     nll: float
     tokens: int
+    top1: int | None = None
+    kl: float | None = None
+    distributions: bytes | None = None
 
 
 @dataclass(frozen=True)

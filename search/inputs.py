@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from search.data import Prompt, Record
+from search.agreement import TOP
+from search.data import Prompt, Record, Task
 from search.engine.protocol import EngineError
 from search.errors import UsageError
 from search.knobs import TOP_K, WINDOW
@@ -95,20 +96,30 @@ def _check_drafter(spec: StudySpec, model: Mapping[str, Any], drafter: Mapping[s
 
 
 def check_texts(spec: StudySpec, model: Mapping[str, Any]) -> None:
-    """Check prompts and records against the language model's config.
+    """Check prompts, records and tasks against the language model's config, and that distributions can be had.
 
     Raises:
         UsageError: naming the file, the prompt or record, and what does not fit.
     """
+    most = spec.engine.args.get("max_logprobs", TOP)
+    if spec.gate.agreement is not None and isinstance(most, int) and 0 <= most < TOP:
+        what = f"{most} log-probabilities are too few: gate.agreement asks for {TOP}, which vLLM gives by default"
+        raise _error(spec, "engine.args.max_logprobs", what)
     vocabulary = int(model["vocab_size"])
     context = context_length(spec, model)
     generated = spec.workload.output_tokens
-    texts: list[tuple[Path, str, Prompt | Record, tuple[int, ...], int]] = [
+    tasks = spec.gate.tasks
+    texts: list[tuple[Path, str, Prompt | Record | Task, tuple[int, ...], int]] = [
         *(
             (spec.workload.prompts, "prompt", p, p.token_ids, generated)
             for p in spec.prompts() + spec.held_out_prompts()
         ),
         *((spec.gate.records, "record", r, r.context + r.target, 1) for r in spec.records() + spec.held_out_records()),
+        *(
+            (tasks.file, "task", t, t.prompt, tasks.max_tokens)
+            for t in spec.tasks()
+            if tasks is not None and isinstance(t.prompt, tuple)
+        ),
     ]
     for path, what, text, tokens, more in texts:
         if max(tokens) >= vocabulary:

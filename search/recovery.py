@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from search.engine.group import end_marked
 from search.errors import SearchError
+from search.gates import constraints
 from search.owner import on_this_host, owner_lives, owner_name
 from search.stages import Observer
 from search.storage import SharedStorage, end_trial
@@ -54,7 +55,7 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
 
 
 def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = None) -> None:
-    """Tell Optuna how a trial ended; its constraint and figures stay readable when it was pruned.
+    """Tell Optuna how a trial ended; its constraints, one a gate, and figures stay readable when it was pruned.
 
     A trial that has been told stays as it is. `asked`, the trial as it was asked for, saves reading it again.
     """
@@ -88,8 +89,15 @@ def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = Non
         TrialState[outcome.state],
         values,
         {name: value for name, value in attributes.items() if value is not None},
-        {f"constraints:{CONSTRAINT}": outcome.excess} if outcome.excess is not None else {},
+        {f"constraints:{name}": excess for name, excess in _constraints(outcome).items()},
     )
+
+
+def _constraints(outcome: Outcome) -> dict[str, float]:
+    """Each gate's excess by its name; nothing of a trial that failed before there was one."""
+    if outcome.excess is None:
+        return {}
+    return {CONSTRAINT: outcome.excess} | constraints(outcome.gates or {})
 
 
 def end_orphans(store: Store, observer: Observer) -> None:

@@ -7,7 +7,7 @@ that goes on is not disturbed. A note that a person wrote in the dashboard stays
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sized
+from collections.abc import Container, Mapping, Sized
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from optuna.storages import RDBStorage
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
+from search import gates
 from search.attachments import Attachments, attachments
 from search.errors import SearchError
 from search.knobs import KNOWN
@@ -95,10 +96,11 @@ def study_note(study: Frames) -> str:
         f"## {study.study}",
         "**SIMULATED: every figure is made up.**" if study.simulated else "",
         f"Ceiling: perplexity **{study.ceiling:.4f}**. Reference: {reference.tps:.1f} tok/s at {reference.ppl:.4f}.",
+        gates.words(study.gates),
         best or "No setting has passed the gate.",
         "" if top.p_pass is None else f"A re-run is at most 5 % below that with a chance of {top.p_pass:.1%}.",
         "Export it: `python -m search.export` with this study and database." if top.p_pass is not None else "",
-        "Trials over the ceiling are *pruned* and were not timed.",
+        "Trials that a gate refused are *pruned* and were not timed.",
     ]
     return "\n\n".join(line for line in lines if line)
 
@@ -116,6 +118,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         end = "Pruned:"
     else:
         end = f"Failed in {row.failed_stage or 'no stage'} ({row.failure or 'unknown'}):"
+    others = [f"{name} {getattr(row, name):.4f}" for name in gates.GATES[1:] if pd.notna(getattr(row, name, None))]
     reused = "" if pd.isna(row.reused_from) else f"As in trial {row.reused_from:.0f}."
     warning = f"**Warning:** {row.warning}." if isinstance(row.warning, str) else ""
     said = row.reason if isinstance(row.reason, str) else ""
@@ -123,6 +126,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         line
         for line in (
             f"{end} {said}".strip(),
+            f"Other gates, over what was looked at: {', '.join(others)}." if others else "",
             f"Setting, {read_back}: {setting}.",
             f"Asked for: {why}." if why else "",
             reused,
@@ -136,8 +140,14 @@ def _with_constraints(trial: FrozenTrial) -> FrozenTrial:
     if not trial.constraints or CONSTRAINTS in trial.system_attrs:
         return trial
     shown = copy.copy(trial)
-    shown._system_attrs = {**trial.system_attrs, CONSTRAINTS: list(trial.constraints.values())}
+    shown._system_attrs = {**trial.system_attrs, CONSTRAINTS: _in_order(trial.constraints)}
     return shown
+
+
+def _in_order(constraints: Mapping[str, float]) -> list[float]:
+    """One value a gate, in the gates' order: the dashboard knows no names."""
+    known = [name for name in gates.GATES if name in constraints]
+    return [constraints[name] for name in [*known, *sorted(constraints.keys() - set(known))]]
 
 
 def _note(trial_id: int | None, body: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ STAGE_WORDS = {
     "start": "starting the engine",
     "apply": "setting the knobs",
     "gate": "scoring perplexity",
+    "tasks": "answering tasks",
     "speed": "timing prompts",
     "control": "timing the control",
     "plain": "decoding without drafts",

@@ -7,9 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from search.data import Prompt, Record
+from search.agreement import Agreement, compare, judge, unpack
+from search.answers import judge as judge_answers
+from search.answers import marked
+from search.data import Prompt, Record, Task
 from search.endpoint import Endpoint, EndpointError
 from search.gate import RecordScore
+from search.gates import Finding
 from search.pace import elasticity
 
 WARMUPS = 4
@@ -106,13 +110,45 @@ def time_prompts(
     return served
 
 
-def score_records(endpoint: Endpoint, records: Sequence[Record], tell: Tell) -> dict[str, RecordScore]:
-    """Scores of the records through the endpoint's `prompt_logprobs`, by record id."""
+def score_records(endpoint: Endpoint, records: Sequence[Record], tell: Tell, top: int = 0) -> dict[str, RecordScore]:
+    """Scores of the records through the endpoint's `prompt_logprobs`, by record id; with `top` their distributions."""
     found = {}
     for number, record in enumerate(records):
         tell("records", number, len(records))
-        found[record.id] = endpoint.score(record.context, record.target)
+        found[record.id] = endpoint.score(record.context, record.target, top)
     return found
+
+
+def agreement_gates(
+    reference: Mapping[str, bytes], scores: Mapping[str, RecordScore], limits: Mapping[str, float]
+) -> list[Finding]:
+    """What the gates say that ask for agreement, from records that were scored with their distributions.
+
+    Args:
+        reference: packed distributions of the reference setting, by record.
+        scores: of all gate records.
+        limits: by gate.
+
+    Raises:
+        ValueError: the reference's are of other records, or of so many other tokens.
+    """
+    if missing := scores.keys() - reference.keys():
+        raise ValueError(f"there are none of record {min(missing)}")
+    found = [compare(unpack(reference[r]), unpack(s.distributions or b"")) for r, s in scores.items()]
+    agrees = Agreement(sum(one.top1 for one in found), math.fsum(one.kl for one in found))
+    tokens = sum(score.tokens for score in scores.values())
+    return judge(agrees, tokens, tokens, limits)
+
+
+def task_gate(
+    endpoint: Endpoint, tasks: Sequence[Task], max_tokens: int, stop: Sequence[str], least: float, tell: Tell
+) -> Finding:
+    """What the gate says that asks tasks: all of them, by the server as it decodes, drafts and all."""
+    answers = {}
+    for number, task in enumerate(tasks):
+        tell("tasks", number, len(tasks))
+        answers[task.id] = marked(endpoint.solve(task.prompt, max_tokens, stop), task.expected)
+    return judge_answers(answers, list(answers), least)
 
 
 def path_shift(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int) -> float:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, content_hash, read_prompts, read_records
+from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, Task, content_hash, read_prompts, read_records, read_tasks
 from search.errors import UsageError
+from search.gates import GateSpec, read_gate
 from search.knobs import KNOWN, Knob
 from search.secrets import is_secret_name
 
@@ -64,15 +65,6 @@ class WorkloadSpec:
     control_prompts: int | None
     control_trials: int
     warmup: WarmupSpec
-
-
-@dataclass(frozen=True)
-class GateSpec:
-    """The perplexity test; exactly one of `ppl` and `ratio` (to the reference setting) is set."""
-
-    records: Path
-    ppl: float | None
-    ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +129,10 @@ class StudySpec:
             raise UsageError(f"{self.gate.records} holds no gate records.")
         return records
 
+    def tasks(self) -> list[Task]:
+        """The gate's tasks, in file order; none where it has none."""
+        return read_tasks(self.gate.tasks.file) if self.gate.tasks is not None else []
+
     def definition(self) -> dict[str, Any]:
         """What must not change while a study goes on, by the name a user knows it under."""
         return {
@@ -148,6 +144,7 @@ class StudySpec:
             "workload.output_tokens": self.workload.output_tokens,
             "gate.records": content_hash(self.gate.records),
             "gate.ceiling": {"ppl": self.gate.ppl} if self.gate.ppl is not None else {"ratio": self.gate.ratio},
+            **self.gate.more_definition(),
         }
 
 
@@ -246,7 +243,9 @@ class _Section:
         if kind is float and type(value) is int and abs(value) <= MAX_NUMBER:
             value = float(value)
         if type(value) is not kind:
-            wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind)
+            wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}.get(
+                kind
+            )
             raise self.error(node, f"{self.name(key)} must be {wanted or 'a mapping'}, not {value!r:.80}")
         if type(value) in (int, float) and not abs(cast(float, value)) <= MAX_NUMBER:  # nor is it NaN
             raise self.error(node, f"{self.name(key)} must be a number up to {MAX_NUMBER:,}, not {value!r:.40}")
@@ -290,7 +289,7 @@ def _study(top: _Section, path: Path) -> StudySpec:
     engine = _engine(top.section("engine"), path.parent)
     knobs = _knobs(top.section("knobs"), has_drafter=engine.drafter is not None)
     workload = _workload(top.section("workload"), path.parent)
-    gate = _gate(top.section("gate"), path.parent)
+    gate = read_gate(top.section("gate"), path.parent)
     limits = _limits(top)
     top.done()
     return StudySpec(path, name, engine, knobs, workload, gate, limits)
@@ -393,22 +392,6 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     section.taken.add("warmup")
     section.done()
     return WorkloadSpec(prompts, tokens, precision, most, control_prompts, control_trials, warmup)
-
-
-def _gate(section: _Section, folder: Path) -> GateSpec:
-    records = folder / section.take("records", str)
-    ceiling = section.section("ceiling")
-    ppl = ceiling.optional("ppl", float)
-    ratio = ceiling.optional("ratio", float)
-    ceiling.done()
-    section.done()
-    if (ppl is None) == (ratio is None):
-        raise ceiling.error(ceiling.node, "gate.ceiling takes exactly one of ppl and ratio")
-    if ppl is not None and ppl <= 1:
-        raise ceiling.error(ceiling.node, f"gate.ceiling.ppl must be over 1, the least perplexity there is, not {ppl}")
-    if ratio is not None and ratio < 1:
-        raise ceiling.error(ceiling.node, f"gate.ceiling.ratio must be at least 1, not {ratio}")
-    return GateSpec(records, ppl, ratio)
 
 
 def _limits(top: _Section) -> LimitSpec:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from search.errors import SearchError
+from search.gates import refusers
 from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 
 
@@ -14,7 +16,8 @@ from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 class Summary:
     """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended.
 
-    `cards` says how many trials were measured on each.
+    `cards` says how many trials were measured on each, `gates` of each gate its limit, the reference setting's figure,
+    and how many trials it refused.
     """
 
     study: str
@@ -29,6 +32,7 @@ class Summary:
     wall_s: float
     engine_starts: int
     gate: dict[str, int]
+    gates: dict[str, dict[str, Any]]
     drift: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
     confirmed: list[Confirmation]
@@ -51,6 +55,7 @@ class Summary:
             "wall_s": round(self.wall_s, 1),
             "engine_starts": self.engine_starts,
             "gate": self.gate,
+            "gates": self.gates,
         }
 
 
@@ -65,7 +70,9 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
     reference = store.outcome(REFERENCE)
     if reference is None:
         raise SearchError("Nothing has been measured yet: --trials must be at least 1.")
-    front = [_point(point) for point in store.front()]
+    found = {outcome.trial: outcome.gates or {} for outcome in outcomes}
+    front = [{**_point(point), "gates": _others(found[point.trial])} for point in store.front()]
+    refused = Counter(name for gates in found.values() for name in refusers(gates))
     return Summary(
         study=store.study,
         simulated=reference.simulated,
@@ -83,6 +90,10 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         wall_s=wall_s,
         engine_starts=engine_starts,
         gate=store.gate_counts(),
+        gates={
+            name: {"limit": one["limit"], "reference": one["figure"], "refused": refused[name]}
+            for name, one in (reference.gates or {}).items()
+        },
         drift=[
             {"trial": m.trial, **{name: m.figures[name] for name in ("drift", "low", "high", "other_outputs")}}
             for m in store.measurements("speed", "drift")
@@ -93,12 +104,22 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
     )
 
 
+def _others(gates: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of the gates beside perplexity."""
+    return {name: found["figure"] for name, found in gates.items() if found and name != "ppl"}
+
+
 def _confirmed(found: Confirmation | None) -> dict[str, Any] | None:
     if found is None:
         return None
     names = ("trial", "claimed", "mean", "low", "high", "p_pass")
     kept = ("ppl", "held_out_ratio", "held_out_tps", "tune_tps", "gap", "identity")
-    return {**{n: getattr(found, n) for n in names}, **{n: found.figures[n] for n in kept}, "knobs": found.setting}
+    return {
+        **{n: getattr(found, n) for n in names},
+        **{n: found.figures[n] for n in kept},
+        "gates": found.figures.get("gates", {}),
+        "knobs": found.setting,
+    }
 
 
 def _point(point: FrontPoint) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from search.engine.process import WorkerError
 from search.engine.protocol import Load, Loaded, Setting
 from search.engine.session import EngineSession, insist
 from search.errors import SearchError
+from search.gates import Finding
 from search.knobs import DRAFTS, canonical
 from search.spec import StudySpec
 from search.stages import (
@@ -25,6 +26,7 @@ from search.stages import (
     Observer,
     PerplexityStage,
     PlainStage,
+    TaskStage,
     ThroughputStage,
     apply,
     reference_passes,
@@ -67,6 +69,8 @@ class Laboratory:
             note=observer.note,
         )
         self._perplexity = PerplexityStage(spec, self._session, store, observer)
+        tasks = spec.gate.tasks
+        self._tasks = TaskStage(spec, tasks, self._session, store, observer) if tasks is not None else None
         self._throughput = ThroughputStage(spec, self._session, store, observer)
         self.plain = PlainStage(self._session, store, observer)
         self._observer = observer
@@ -108,7 +112,7 @@ class Laboratory:
         """Measure the reference setting (native window and top-k, no drafts), unless the store has it.
 
         Raises:
-            SearchError: it cannot be measured, or is itself over the ceiling.
+            SearchError: it cannot be measured, or does not pass its own gates.
         """
         if self._store.outcome(REFERENCE) is None:
             self._measure_reference()
@@ -119,6 +123,13 @@ class Laboratory:
             raise SearchError(
                 f"The reference setting itself has perplexity {reference.ppl:.4f}, over the ceiling of "
                 f"{self._ceiling:.4f}: no setting can be expected to pass. Raise gate.ceiling (or --ppl-ceiling)."
+            )
+        exact = (reference.gates or {}).get("exact")
+        if exact and exact["excess"] > 0:
+            raise SearchError(
+                f"The reference setting itself answers {exact['figure']:.4f} of the tasks as expected, and "
+                f"{exact['limit']:.4f} are asked for: no setting can be expected to pass. Lower gate.tasks.exact, or "
+                "ask for a drop instead."
             )
 
     def recall(self) -> None:
@@ -135,6 +146,8 @@ class Laboratory:
             self._measure_card()
             passes = reference_passes(self._store, self._card)
         self._perplexity.recall(self._ceiling)
+        if self._tasks is not None:
+            self._tasks.recall()
         assert self._card is not None
         self._throughput.recall(self._card, passes)
 
@@ -216,22 +229,29 @@ class Laboratory:
     def _measure(self, trial: int, setting: Setting, rows: list[Measurement], started: float, on_all: bool) -> Outcome:
         effective = self._apply(trial, setting)
         with self._session.within("gate"):
-            verdict, row = self._perplexity.measure(trial, setting, effective)
+            findings, row = self._perplexity.measure(trial, setting, effective)
         row.figures["apply_s"] = self._apply_s
         if self._gated != trial:  # a trial that is measured again has its row
             self._store.add_all([row])
             self._gated = trial
-        ppl, excess = verdict.ppl, verdict.excess
+        moved = False
+        if self._tasks is not None and not _refused(findings):
+            with self._session.within("gate"):
+                finding, row, moved = self._tasks.measure(trial, setting, effective)
+            findings.append(finding)
+            rows.append(row)
+        ppl = findings[0].figure
         warning = broken.senseless_perplexity(ppl, self._session.loaded().vocabulary)
-        if verdict.outcome != "under":
-            reason = verdict.reason(self._ceiling)
+        if refused := _refused(findings):
+            reason = "; ".join(finding.reason for finding in refused)
             return self._outcome(
-                trial, setting, started, "PRUNED", ppl=ppl, excess=excess, reason=reason, warning=warning
+                trial, setting, started, "PRUNED", ppl=ppl, findings=findings, reason=reason, warning=warning
             )
         with self._session.within("speed"):
             drift = self._throughput.time_reference_again(trial)
         if drift is not None:
             rows.append(drift)
+        if drift is not None or moved:
             self._apply(trial, setting)
         with self._session.within("speed"):
             found, remark, warning = self._throughput.measure(
@@ -243,7 +263,7 @@ class Laboratory:
             started,
             "COMPLETE",
             ppl=ppl,
-            excess=excess,
+            findings=findings,
             found=self._throughput.on_first_card(found),
             reason=remark,
             warning=warning,
@@ -258,12 +278,14 @@ class Laboratory:
 
     def _measure_reference(self) -> None:
         started = time.perf_counter()
+        answered: list[tuple[Finding, Measurement]] = []
 
         def measure() -> tuple[Setting, Measurement, speed.Throughput, list[Measurement]]:
             setting = canonical({DRAFTS: 0}, self.native)
             effective = self._apply(REFERENCE, setting)
             with self._session.within("gate"):
                 gated = self._perplexity.measure_reference(setting, effective)
+                answered[:] = [self._tasks.measure_reference(setting, effective)] if self._tasks is not None else []
             with self._session.within("speed"):
                 return setting, gated, *self._throughput.measure_reference(setting, effective)
 
@@ -280,7 +302,14 @@ class Laboratory:
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
         self._card = self._environment().card
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
-        self._store.finish(outcome, [gated, *rows])
+        findings = [*self._perplexity.of_reference(gated, self._ceiling), *(finding for finding, _ in answered)]
+        outcome.gates = self._gates(findings)
+        self._store.finish(outcome, [gated, *(row for _, row in answered), *rows])
+
+    def _gates(self, findings: Sequence[Finding]) -> dict[str, Any]:
+        """What the store keeps of a setting's gates: None of those that were not asked."""
+        found = {finding.gate: finding.as_json() for finding in findings}
+        return {name: found.get(name) for name in self._spec.gate.names}
 
     def _outcome(
         self,
@@ -290,7 +319,7 @@ class Laboratory:
         state: str,
         *,
         ppl: float | None = None,
-        excess: float | None = None,
+        findings: Sequence[Finding] = (),
         found: speed.Throughput | None = None,
         reason: str | None = None,
         warning: str | None = None,
@@ -303,7 +332,8 @@ class Laboratory:
             setting_key=setting_key(setting),
             ppl=ppl,
             ceiling=self._ceiling,
-            excess=excess,
+            excess=findings[0].excess if findings else None,
+            gates=self._gates(findings) if findings else None,
             tps=found.tps if found else None,
             tps_low=found.low if found else None,
             tps_high=found.high if found else None,
@@ -320,9 +350,8 @@ class Laboratory:
     def _reused(self, trial: int, known: Outcome, started: float) -> Outcome:
         """The outcome of a setting that trial `known` has already measured."""
         reason = f"measured before, as trial {known.trial}"
-        outcome = self._outcome(
-            trial, known.setting, started, known.state, ppl=known.ppl, excess=known.excess, reason=reason
-        )
+        outcome = self._outcome(trial, known.setting, started, known.state, ppl=known.ppl, reason=reason)
+        outcome.excess, outcome.gates = known.excess, known.gates
         outcome.tps, outcome.tps_low, outcome.tps_high = known.tps, known.tps_low, known.tps_high
         outcome.prompts, outcome.reused_from, outcome.warning = known.prompts, known.trial, known.warning
         outcome.card, outcome.card_tps = known.card, known.card_tps
@@ -350,6 +379,11 @@ class Laboratory:
                 start_s=loaded.start_s,
             )
         )
+
+
+def _refused(findings: Sequence[Finding]) -> list[Finding]:
+    """Those by which a setting does not pass."""
+    return [finding for finding in findings if finding.outcome == "over"]
 
 
 def check_same_build(first: Environment, here: Environment) -> None:

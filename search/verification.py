@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from search import gate, served
+from search.agreement import TOP
 from search.claim import TOLERANCE, claim
-from search.data import GATE, HELD_OUT, Prompt, Record, content_hash, read_records
+from search.data import GATE, HELD_OUT, Prompt, Record, content_hash, read_records, read_tasks
 from search.endpoint import Endpoint, EndpointError
 from search.engine.protocol import EngineError
 from search.errors import UsageError
-from search.folder import PROMPTS, RECORDS, manifest_hash, read_manifest
+from search.folder import PROMPTS, RECORDS, REFERENCE, TASKS, manifest_hash, read_manifest, read_reference
+from search.gates import WHOLE, Finding
 from search.identity import Plain, compare_tokens
 from search.knobs import DRAFTS
 from search.modelfiles import file_hash, model_folder
@@ -24,6 +26,8 @@ from search.sources import GivenPrompt, read_given_prompts
 from search.spec import LimitSpec
 
 SAME_PPL = 1e-3  # relative: what rounding moves a perplexity by between two builds of one engine
+SAME_SHARE = 0.02  # what near ties may move a share of tokens or tasks by, on another machine; at least one task
+SAME_KL, SAME_KL_SHARE = 1e-3, 0.1  # the same of a divergence: nats a token, or a share of it
 SAME_MACHINE = (0.7, 1.4)  # speed, relative to the claim's machine, that a claim can be carried over
 PLAIN_PROMPTS = 32  # whose tokens are held against plain greedy decoding
 
@@ -75,7 +79,11 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
         say("Starting the folder's own server …")
         with Endpoint(folder, logs / "verify.log", LimitSpec()) as endpoint:
             prompts = [_tokenised(p, endpoint) for p in given]
-            own = {"own_prompts": prompts_file is None, "own_records": records_file is None}
+            own: dict[str, Any] = {
+                "folder": folder,
+                "own_prompts": prompts_file is None,
+                "own_records": records_file is None,
+            }
             speed = _check_served(found, endpoint, manifest, prompts, records, tokens, say, **own)
         if evidence["effective"].get(DRAFTS):
             say("Starting the same model without drafts …")
@@ -109,6 +117,10 @@ def _check_files(found: Verification, folder: Path, manifest: Mapping[str, Any])
         "model": (f"the model {manifest['model_id']}", _model_hash(manifest["model_id"])),
         "drafter": (f"the drafter {drafter}", _model_hash(drafter) if drafter else None),
     }
+    for name, file in (("tasks", TASKS), ("reference", REFERENCE)):
+        if name in hashes:
+            there = (folder / file).is_file()
+            actual[name] = (f"the file {file}", content_hash(folder / file) if there else None)
     for name, (what, value) in actual.items():
         expected = hashes.get(name)
         found.check(
@@ -129,6 +141,7 @@ def _check_served(
     tokens: int,
     say: Say,
     *,
+    folder: Path,
     own_prompts: bool,
     own_records: bool,
 ) -> served.Served:
@@ -181,8 +194,23 @@ def _check_served(
     )
     gate_records = [r for r in records if r.split == GATE] or list(records)
     say(f"Scoring {len(gate_records)} records …")
-    scores = served.score_records(endpoint, gate_records, lambda *_: None)
+    claims = evidence.get("gates") or {}
+    agreement = own_records and ("top1" in claims or "kl" in claims)
+    scores = served.score_records(endpoint, gate_records, lambda *_: None, TOP if agreement else 0)
     _check_ppl(found, evidence, gate.perplexity(scores.values()), own_records=own_records)
+    limits = {name: claims[name]["limit"] for name in claims}
+    if agreement:
+        try:
+            findings = served.agreement_gates(read_reference(folder), scores, limits)
+        except ValueError as error:
+            raise UsageError(f"{folder / REFERENCE} holds the distributions of other records: {error}.") from error
+        for finding in findings:
+            _check_gate(found, finding, claims[finding.gate]["figure"])
+    if (asked := claims.get("exact")) is not None:
+        tasks, stop = read_tasks(folder / TASKS), asked.get("stop", [])
+        say(f"Asking {len(tasks)} tasks …")
+        finding = served.task_gate(endpoint, tasks, asked["max_tokens"], stop, asked["limit"], lambda *_: None)
+        _check_gate(found, finding, asked["figure"], least_off=1 / len(tasks))
     shift = served.path_shift(endpoint, prompts, tokens)
     found.check(
         "scored path is served path",
@@ -211,6 +239,26 @@ def _check_ppl(found: Verification, evidence: Mapping[str, Any], ppl: float, *, 
             good=abs(ppl / claimed - 1) <= SAME_PPL,
             reason=f"Its perplexity is {ppl:.4f}; the evidence says {claimed:.4f} on the same records.",
         )
+
+
+def _check_gate(found: Verification, finding: Finding, claimed: float, least_off: float = 0.0) -> None:
+    """Hold a gate's served figure against its limit and against the claim, from which rounding may move it a little."""
+    share = finding.gate != "kl"
+    found.check(
+        f"gate {finding.gate}",
+        f"{'≥' if share else '≤'} {finding.limit:.4f}",
+        f"{finding.figure:.4f}",
+        good=finding.outcome == "under",
+        reason=f"Served, {finding.reason}.",
+    )
+    off = max(SAME_SHARE, least_off) if share else max(SAME_KL, SAME_KL_SHARE * claimed)
+    found.check(
+        f"figure of gate {finding.gate}",
+        f"{claimed:.4f}",
+        f"{finding.figure:.4f}",
+        good=abs(finding.figure - claimed) <= off + WHOLE,
+        reason=f"Its figure of gate {finding.gate} is {finding.figure:.4f}; the evidence says {claimed:.4f}.",
+    )
 
 
 def _check_tokens(

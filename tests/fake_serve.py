@@ -40,7 +40,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             text = body.get("prompt") or f"<user>{body['messages'][-1]['content']}"
-            return self.answer({"tokens": [*map(ord, text)]})
+            self.answer({"tokens": [*map(ord, text)]})
+            return
+        if isinstance(body.get("prompt"), str):  # a task: the last word of it, unless some are answered wrongly
+            word, wrong = body["prompt"].split()[-1], fake.get("wrong_answers", ())
+            self.answer({"choices": [{"text": f" {'no' if word in wrong else word}\n"}]})
+            return
         prompt, count = body.get("prompt") or [*map(ord, body["messages"][0]["content"])], body["max_tokens"]
         time.sleep(fake["first_token_s"] + (fake["decode_s"] if count > 1 else 0))
         if drafting and count > 1:
@@ -55,8 +60,10 @@ class Handler(BaseHTTPRequestHandler):
                 "top_logprobs": [{f"token_id:{t}": -1.0, "token_id:0": -3.0} for t in tokens],
             }
         if "prompt_logprobs" in body:
-            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": fake["logprob"]}} for t in prompt[1:])]
-        return self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": count}})
+            likely = {str(4000 + i): fake.get("likeliest", -1.5) - i for i in range(body["prompt_logprobs"])}
+            shown = [{**likely, str(t): fake["logprob"]} for t in prompt[1:]]
+            choice["prompt_logprobs"] = [None, *({t: {"logprob": x} for t, x in entry.items()} for entry in shown)]
+        self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": count}})
 
 
 if fake.get("listens") is False:

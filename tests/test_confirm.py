@@ -2,14 +2,23 @@
 
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import write_lines
 from test_verify import EFFECTIVE
 
 from search import confirm as confirming
+from search.agreement import TOP, pack
+from search.data import content_hash
+from search.folder import REFERENCE as REFERENCE_FILE
+from search.folder import TASKS, read_manifest, read_reference
 from search.gate import RecordScore
+from search.gates import AgreementSpec, TaskSpec
 from search.identity import Plain
+from search.manifest import build_manifest, write_manifest
 from search.spec import read_study
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine, setting_key
 
@@ -74,7 +83,7 @@ def confirm(study_folder, tmp_path, monkeypatch):
         tps = {"tps": 500.0 - trial, "tps_low": 490.0, "tps_high": 510.0}
         store.finish(Outcome(trial=trial, setting=setting, setting_key=setting_key(setting), **tps, **common), [speed])
 
-    def run(card="card 0", **fake):
+    def run(card="card 0", spec=spec, **fake):
         def write(manifest, spec, out):
             out.mkdir(parents=True)
             shutil.copy(Path(__file__).parent / "fake_serve.py", out / "serve.py")
@@ -89,7 +98,66 @@ def confirm(study_folder, tmp_path, monkeypatch):
         confirming.confirm(spec, store, laboratory, notes, 2, tmp_path / "logs")
         return store, notes, laboratory
 
+    run.spec, run.store = spec, store
     return run
+
+
+@pytest.fixture
+def confirm_gated(confirm, study_folder):
+    """The same of a study with gates beside perplexity, whose reference was measured."""
+    write_lines(study_folder / "tasks.jsonl", [{"id": i, "prompt": f"say w{i}", "expected": f"w{i}"} for i in range(4)])
+    asked = TaskSpec(study_folder / "tasks.jsonl", 8, exact=0.7)
+    gate = replace(confirm.spec.gate, agreement=AgreementSpec(top1=0.9, kl=0.05), tasks=asked)
+    spec, store = replace(confirm.spec, gate=gate), confirm.store
+    likely = {4000 + i: -1.5 - i for i in range(TOP)}
+    scores = {
+        r.id: RecordScore(1.0, len(r.target), len(r.target), 0.0, pack([{**likely, t: -1.0} for t in r.target]))
+        for r in spec.records()
+    }
+    store.remember_scores("key", scores)
+    common = {"study": "s", "environment_id": 1, "setting": {}, "effective": {}, "wall_s": 1.0}
+    store.add_all([Measurement(trial=REFERENCE, stage="gate", status="done", figures={"scores": "key"}, **common)])
+    limits = {"ppl": 2.8, "top1": 0.9, "kl": 0.05, "exact": 0.7}
+    with store._session() as session, session.begin():
+        for trial in (REFERENCE, 0, 1):
+            found = {name: {"outcome": "under", "figure": 1.0, "limit": x, "excess": 0} for name, x in limits.items()}
+            session.get(Outcome, ("s", trial)).gates = found
+    return partial(confirm, spec=spec), spec, store
+
+
+def test_a_finalists_gates_are_measured_served_and_stand_in_its_manifest(confirm_gated):
+    run, spec, store = confirm_gated
+    run(wrong_answers=["w3"])
+    winner = store.winner()
+    assert winner.figures["gates"] == {"top1": 1.0, "kl": 0.0, "exact": 0.75}
+    evidence = build_manifest(spec, store, store.outcome(winner.trial))["evidence"]
+    told = {"figure": 0.75, "limit": 0.7, "reference": 1.0, "max_tokens": 8, "stop": []}
+    assert evidence["gates"]["exact"] == told and set(evidence["gates"]) == {"top1", "kl", "exact"}
+    assert evidence["hashes"]["tasks"] == content_hash(spec.gate.tasks.file)
+
+
+@pytest.mark.parametrize(
+    ("fake", "says"),
+    [
+        ({"wrong_answers": ["w2", "w3"]}, "served, gate exact: 0.5000 of the tasks answered as expected"),
+        ({"likeliest": -0.95}, "served, gate top1: 0.0"),
+    ],
+)
+def test_a_finalist_that_another_gate_refuses_served_does_not_win(confirm_gated, fake, says):
+    run, _, store = confirm_gated
+    run(**fake)
+    assert store.winner() is None
+    assert all(says in c.reason for c in store.confirmations())
+
+
+def test_the_exported_folder_holds_the_tasks_and_the_reference(confirm_gated, tmp_path):
+    _, spec, store = confirm_gated
+    manifest = build_manifest(spec, store, store.outcome(0))
+    write_manifest(manifest, spec, tmp_path / "out", store.reference_distributions())
+    hashes = read_manifest(tmp_path / "out")["evidence"]["hashes"]
+    assert content_hash(tmp_path / "out" / TASKS) == hashes["tasks"]
+    assert content_hash(tmp_path / "out" / REFERENCE_FILE) == hashes["reference"]
+    assert read_reference(tmp_path / "out") == store.reference_distributions() != {}
 
 
 def test_the_leader_wins_after_two_processes_and_nothing_is_measured_twice(confirm):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_inputs import MANIFEST
 
-from search.data import read_prompts, read_records
+from search.data import read_prompts, read_records, read_tasks
 from search.engine.protocol import EngineError
 from search.errors import SearchError, UsageError
 from search.folder import read_manifest
@@ -67,6 +67,11 @@ CASES = {
         2000,
         read_prompts,
         b"".join(b'{"id": "%d", "split": "tune", "prompt_token_ids": [1, 2, 3]}\n' % i for i in range(3)),
+    ),
+    "tasks": (
+        1500,
+        read_tasks,
+        b'{"id": "a", "prompt": "1 + 1 =", "expected": "2"}\n{"id": 1, "prompt_token_ids": [1], "expected": "x"}\n',
     ),
     "records": (2000, read_records, b'{"id": "a", "context_token_ids": [1], "target_token_ids": [2, 3]}\n'),
     "log": (

@@ -118,6 +118,55 @@ def test_a_bracket_closes_on_every_edge_whatever_the_law():
         assert max(64, edge_at) <= found.under <= max(64, edge_at) * 1.05 + 4, (reach, found)
 
 
+def refused_by_tasks(measured, excess=0.2):
+    """A trial as it is when it was under the ceiling, and another gate refused it."""
+    return dataclasses.replace(measured, tps=None, constraints={**measured.constraints, "exact": excess})
+
+
+def test_a_value_that_another_gate_refused_is_over_and_no_secant_goes_through_it(gated):
+    problem, past = gated.problem, gated.history()
+    knob = edge.edge_knob(problem)
+    passed = [m for m in past.measured if m.under(problem.ceiling)]
+    smallest = min(m.setting[WINDOW] for m in passed)
+    measured = tuple(refused_by_tasks(m) if m.setting[WINDOW] == smallest else m for m in past.measured)
+    found = edge.bracket(knob, problem, History(measured, ()))
+    assert found.over == smallest < found.under and math.isnan(found.over_rise)
+    value = edge.next_value(knob, found, math.log(problem.ceiling / problem.reference.ppl))
+    assert value is None or found.over < value < found.under
+    harmless = tuple(refused_by_tasks(m, 0.0) if m.setting[WINDOW] == smallest else m for m in past.measured)
+    assert edge.bracket(knob, problem, History(harmless, ())).under == smallest  # a gate that was not asked
+
+
+def test_the_models_give_no_chance_to_what_another_gate_refused_and_little_to_smaller_windows(gated):
+    from search.samplers.forecast import Forecast
+
+    problem, past = gated.problem, gated.history()
+    allowed = sorted({m.setting[WINDOW] for m in past.measured if m.under(problem.ceiling)})
+    limit = allowed[len(allowed) // 2]
+    measured = tuple(refused_by_tasks(m) if m.setting[WINDOW] <= limit else m for m in past.measured)
+    there = [{WINDOW: w, TOP_K: 32, DRAFTS: 4} for w in (limit, limit - 4, allowed[-1])]
+    before = Forecast(problem, past).judge(there)
+    after = Forecast(problem, History(measured, ())).judge(there)
+    assert before.passes[0] > 0.9 and before.passes[2] > 0.9
+    assert after.passes[0] == 0 and after.passes[1] <= 0.02 and after.passes[2] > 0.9
+    assert after.expected.log_ppl == pytest.approx(before.expected.log_ppl, abs=1e-3)  # of which it says nothing
+
+
+def test_optunas_gp_is_shown_one_constraint_a_gate_in_one_order(gated):
+    sampler = ShadowSampler(gated.problem, 0, lambda seed: optuna.samplers.RandomSampler(seed=seed))
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    for number in range(2):
+        trial = study.ask(gated.problem.distributions)
+        outcome = gated.bench.measure(number, trial.params)
+        found = {"figure": 0.5, "limit": 0.6, "excess": 0.1, "outcome": "over"}
+        first = {**found, "figure": outcome.ppl, "excess": outcome.excess}
+        outcome.gates = {"exact": found, "ppl": first} if number else {"ppl": first, "exact": None}
+        tell(study, outcome)
+    shadow = sampler._shadow(study, study.ask(gated.problem.distributions))
+    shown = [list(t.constraints) for t in shadow.get_trials(states=[TrialState.COMPLETE])]
+    assert shown == [["ppl", "exact"], ["ppl", "exact"]]
+
+
 def test_each_trial_says_why_it_was_asked(gated):
     reasons = [t.user_attrs.get(WHY, "") for t in gated.study.get_trials()]
     assert reasons[0] == "" and all(reasons[1:])  # the first is the study's own default

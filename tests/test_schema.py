@@ -31,12 +31,15 @@ def first_release(file):
         for column in ("failure", "failed_stage", "log", "warning"):
             database.execute(f"ALTER TABLE pareto_outcome DROP COLUMN {column}")
         database.execute("ALTER TABLE pareto_environment DROP COLUMN log")
-        for table, column in (*((t, "card") for t in ("environment", "outcome", "front")), ("outcome", "card_tps")):
+        cards = *((t, "card") for t in ("environment", "outcome", "front")), ("outcome", "card_tps")
+        gates = ("outcome", "gates"), *(("record_score", name) for name in ("top1", "kl", "distributions"))
+        for table, column in (*cards, *gates):
             database.execute(f"ALTER TABLE pareto_{table} DROP COLUMN {column}")
         database.execute("ALTER TABLE pareto_slot DROP COLUMN setting_key")
         database.execute("DROP TABLE pareto_searcher")
         database.execute("DROP TABLE pareto_process")
         database.execute("DROP TABLE pareto_export")
+        database.execute("DROP TABLE pareto_task_answer")
         database.execute(f"DROP TABLE {VERSION_TABLE}")
         database.execute(
             "INSERT INTO pareto_outcome "

@@ -38,6 +38,7 @@ def summary(**changes):
         "wall_s": 300.0,
         "engine_starts": 1,
         "gate": {},
+        "gates": {},
         "drift": [],
         "warnings": [],
         "confirmed": [],

@@ -1,5 +1,6 @@
 """What the database does not take waits in a file, and nothing of it is lost or taken twice."""
 
+import json
 import sqlite3
 
 import pytest
@@ -7,6 +8,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from test_store import outcome
 
+from search.answers import Answer
 from search.errors import SpooledError
 from search.gate import RecordScore
 from search.store import Environment, Measurement, PromptTimingRow, Spool, Store, open_engine
@@ -77,13 +79,23 @@ def test_a_trial_that_the_database_does_not_take_is_taken_in_later(store, engine
 def test_scores_and_rows_without_an_outcome_wait_too(store, engine):
     mend = spoil(engine, "PRAGMA query_only = 1")
     with pytest.raises(SpooledError):
-        store.remember_scores("key", {"r": RecordScore(1.5, 3)})
+        store.remember_scores("key", {"r": RecordScore(1.5, 3, 2, 0.25, b"\0\xff")})
     with pytest.raises(SpooledError):
         store.add_all([measurement(4, "gate")])
+    with pytest.raises(SpooledError):
+        store.remember_answers("key", {"t": Answer("42", True)})
     mend()
-    assert store.take_in_spool() == 2
-    assert store.remembered_scores("key") == {"r": RecordScore(1.5, 3)}
+    assert store.take_in_spool() == 3
+    assert store.remembered_scores("key") == {"r": RecordScore(1.5, 3, 2, 0.25, b"\0\xff")}
+    assert store.remembered_answers("key") == {"t": Answer("42", True)}
     assert len(store.measurements("gate", "done", 4)) == 1
+
+
+def test_a_spool_of_an_earlier_release_is_taken_in(store, url):
+    line = {"outcome": None, "measurements": [], "slot": None, "gate_key": "key", "scores": {"r": [1.5, 3]}}
+    Spool(url, "s").path.write_text(json.dumps(line) + "\n")
+    assert store.take_in_spool() == 1
+    assert store.remembered_scores("key") == {"r": RecordScore(1.5, 3)}
 
 
 def test_what_is_spooled_on_an_interrupt_does_not_ask_the_database(store, url):

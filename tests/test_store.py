@@ -6,9 +6,20 @@ import time
 
 import pytest
 
+from search.answers import Answer
 from search.errors import LostClaimError, SearchError, UsageError
 from search.gate import RecordScore
-from search.store import Confirmation, Environment, Measurement, Outcome, Store, open_engine, safe_url, setting_key
+from search.store import (
+    REFERENCE,
+    Confirmation,
+    Environment,
+    Measurement,
+    Outcome,
+    Store,
+    open_engine,
+    safe_url,
+    setting_key,
+)
 
 
 @pytest.fixture
@@ -67,6 +78,26 @@ def test_a_setting_that_is_measured_again_stands_as_it_was_measured_last(store):
     store.finish(outcome(2, tps=110, ppl=2.2, window=192))  # on more prompts: the first was lucky
     assert [(p.trial, p.tps) for p in store.front()] == [(2, 110)]
     assert store.measured({"sliding_window": 192}).trial == 2
+
+
+def test_the_references_distributions_are_kept_and_found_by_its_measurement(store):
+    scores = {"a": RecordScore(1.0, 2, 2, 0.0, b"\0\xff"), "b": RecordScore(2.0, 3, 1, 0.5)}
+    store.remember_scores("key", scores)
+    assert store.remembered_scores("key") == scores
+    assert store.reference_distributions() == {}
+    hashes = {"model_hash": "m", "drafter_hash": None, "build_hash": "b"}
+    environment = Environment(study="s", simulated=True, native={}, facts={}, start_s=1.0, **hashes)
+    common = {"environment_id": store.add_environment(environment), "setting": {}, "effective": {}, "wall_s": 1.0}
+    row = {"study": "s", "trial": REFERENCE, "stage": "gate", "status": "done", "figures": {"scores": "key"}}
+    store.add_all([Measurement(**row, **common)])
+    assert store.reference_distributions() == {"a": b"\0\xff"}
+
+
+def test_answers_are_remembered_once_without_what_a_database_cannot_hold(store):
+    store.remember_answers("key", {"t": Answer("a\0b", True)})
+    store.remember_answers("key", {"t": Answer("other", False), "u": Answer("x" * 900, False)})
+    assert store.remembered_answers("key") == {"t": Answer("ab", True), "u": Answer("x" * 500, False)}
+    assert store.remembered_answers("other") == {}
 
 
 def test_two_studies_in_one_database_do_not_mix(store, url):

@@ -11,9 +11,10 @@ import pytest
 from conftest import write_lines
 
 from search import verify
-from search.data import content_hash
+from search.agreement import TOP, pack
+from search.data import content_hash, read_records
 from search.endpoint import Endpoint, EndpointError
-from search.folder import manifest_hash
+from search.folder import manifest_hash, reference_lines
 from search.modelfiles import file_hash
 from search.spec import LimitSpec
 from tests.evaluator import evaluate
@@ -154,6 +155,72 @@ def test_private_prompts_may_be_text_which_the_server_makes_into_tokens(exported
     rows += [{"messages": [{"role": "user", "content": f"message {i} "}]} for i in range(3)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert verified(exported, capsys, "--prompts", str(tmp_path / "log.jsonl"))["holds"]
+
+
+@pytest.fixture
+def with_gates(exported):
+    """The same with gates beside perplexity: four tasks, of which one is answered wrongly, and agreement in full."""
+    evidence = exported / "evidence"
+    write_lines(evidence / "tasks.jsonl", [{"id": i, "prompt": f"say w{i}", "expected": f"w{i}"} for i in range(4)])
+    likely = {4000 + i: -1.5 - i for i in range(TOP)}
+    packed = {
+        r.id: pack([{**likely, token: -1.0} for token in r.target]) for r in read_records(evidence / "records.jsonl")
+    }
+    (evidence / "reference.jsonl").write_bytes(reference_lines(packed))
+    manifest = json.loads((exported / "manifest.json").read_text())
+    fake = {**json.loads(manifest["env"]["FAKE"]), "wrong_answers": ["w3"]}
+    manifest["env"]["FAKE"] = json.dumps(fake)
+    manifest["evidence"]["gates"] = {
+        "top1": {"figure": 1.0, "limit": 0.9, "reference": 1.0},
+        "kl": {"figure": 0.0, "limit": 0.05, "reference": 0.0},
+        "exact": {"figure": 0.75, "limit": 0.5, "reference": 1.0, "max_tokens": 8, "stop": []},
+    }
+    for name in ("tasks", "reference"):
+        manifest["evidence"]["hashes"][name] = content_hash(evidence / f"{name}.jsonl")
+    return write(exported, manifest)
+
+
+def test_every_gate_is_measured_again_and_held_against_limit_and_claim(with_gates, capsys, study_folder):
+    document = verified(with_gates, capsys)
+    assert document["reasons"] == []
+    measured = {check["what"]: check["measured"] for check in document["checks"]}
+    assert (measured["gate top1"], measured["gate kl"], measured["gate exact"]) == ("1.0000", "0.0000", "0.7500")
+    other = verified(with_gates, capsys, "--records", str(study_folder / "records.jsonl"))
+    assert "gate exact" in {check["what"] for check in other["checks"]}
+    assert "gate top1" not in {check["what"] for check in other["checks"]}  # nothing is known of the reference there
+
+
+@pytest.mark.parametrize(
+    ("forged", "says"),
+    [
+        ({"wrong_answers": ["w1", "w2", "w3"]}, "gate exact: 0.2500 of the tasks answered as expected"),
+        ({"wrong_answers": ["w1", "w2", "w3"]}, "figure of gate exact is 0.2500; the evidence says 0.7500"),
+        ({"likeliest": -0.95}, "gate top1: 0.0"),
+        ({"likeliest": -0.95}, "gate kl: 0."),
+    ],
+)
+def test_a_server_that_agrees_less_or_answers_otherwise_is_refused(with_gates, capsys, forged, says):
+    document = verified(forge(with_gates, **forged), capsys)
+    assert any(says in reason for reason in document["reasons"]), document["reasons"]
+
+
+def test_better_answers_than_claimed_are_another_model(with_gates, capsys):
+    manifest = json.loads((with_gates / "manifest.json").read_text())
+    manifest["evidence"]["gates"]["exact"] |= {"figure": 0.4, "limit": 0.1}
+    reasons = verified(write(with_gates, manifest), capsys)["reasons"]
+    assert reasons == ["Its figure of gate exact is 0.7500; the evidence says 0.4000."]
+
+
+def test_changed_tasks_and_another_reference_are_refused_before_anything_is_served(with_gates, capsys):
+    for name in ("tasks", "reference"):
+        file = with_gates / "evidence" / f"{name}.jsonl"
+        kept = file.read_bytes()
+        file.write_bytes(kept.replace(b"w2", b"w1") if name == "tasks" else kept[: len(kept) // 2])
+        assert f"the file evidence/{name}.jsonl is not what was measured" in verified(with_gates, capsys)["reasons"][0]
+        file.unlink()
+        assert f"the file evidence/{name}.jsonl is not what was measured" in verified(with_gates, capsys)["reasons"][0]
+        file.write_bytes(kept)
+    assert not (with_gates / "logs").exists()
 
 
 def test_a_folder_without_manifest_is_a_bad_argument(tmp_path, capsys):

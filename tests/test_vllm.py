@@ -13,11 +13,13 @@ import pytest
 import readme
 import yaml
 from conftest import MINIATURE, write_lines
+from tokenizers import Tokenizer
 
 from search import records
+from search.agreement import TOP, Agreement, compare, pack, unpack
 from search.data import read_records
 from search.engine.process import Worker, WorkerError
-from search.engine.protocol import Load, Loaded
+from search.engine.protocol import Load, Loaded, Score, Scored, Solve, Solved
 from search.knobs import DRAFTS, TOP_K, WINDOW
 from search.spec import read_study
 from search.store import Store, open_engine, study_names
@@ -108,6 +110,40 @@ def test_the_order_of_records_does_not_matter(live, spec):
     assert forward == backward
 
 
+def test_a_setting_agrees_with_itself_exactly_and_a_smaller_window_less(live, spec):
+    records = spec.records()[:4]
+
+    def measure(setting):
+        apply(live, setting, spec.prompts()[0])
+        requests = [Score(record=r.id, context=[*r.context], target=[*r.target], top=TOP) for r in records]
+        found = [live.ask(request, Scored, 120) for request in requests]
+        assert [f.nll for f in found] == [score(live, r) for r in records]  # showing more changes nothing
+        assert all(
+            t in ids for f, r in zip(found, records, strict=True) for t, ids in zip(r.target, f.top_ids, strict=True)
+        )
+        pairs = [zip(f.top_ids, f.top_logprobs, strict=True) for f in found]
+        return unpack(pack([dict(zip(*pair, strict=True)) for of_record in pairs for pair in of_record]))
+
+    reference, tokens = measure(SETTINGS[0]), sum(len(r.target) for r in records)
+    small = compare(reference, measure(SETTINGS[3]))
+    print(f"\nwindow 64: top-1 {small.top1 / tokens:.4f}, {small.kl / tokens:.4f} nats a token from the reference")
+    assert 0.7 < small.top1 / tokens < 0.98 and 0.01 < small.kl / tokens < 0.5
+    assert compare(reference, measure(SETTINGS[0])) == Agreement(tokens, 0.0)
+
+
+def test_a_task_is_answered_alike_as_text_and_as_tokens_and_up_to_its_stop(live, spec):
+    apply(live, SETTINGS[0], spec.prompts()[0])
+    text = "def add(a, b):\n    return"
+    ids = Tokenizer.from_file(str(MINIATURE / "target" / "tokenizer.json")).encode(text).ids
+
+    def answer(prompt, stop):
+        return live.ask(Solve(task="t", prompt=prompt, max_tokens=24, stop=stop), Solved, 120).text
+
+    line = answer(text, ["\n"])
+    assert line.strip() and "\n" not in line
+    assert answer(ids, ["\n"]) == line and answer(text, []).startswith(line)
+
+
 def test_a_prompt_that_comes_from_the_prefix_cache_is_not_timed(live, spec, tmp_path):
     prompt = spec.prompts()[0]
     assert decode(live, prompt).output_hash == decode(live, prompt).output_hash  # the second time, too
@@ -131,12 +167,33 @@ def small_study(tmp_path):
     return small_miniature(tmp_path / "small")
 
 
+# What the miniature writes next, whatever its window; the last one it does not.
+TASKS = [
+    ("import numpy as", "np"),
+    ("from __future__ import", "annotations"),
+    ("class Foo:\n    def __init__(self, name):\n        self.name =", "name"),
+    ("try:\n    import json\nexcept", "ImportError:"),
+    ("import os\nimport", "antigravity"),
+]
+
+
+def add_gates(folder):
+    """Every gate there is, each so wide that the windows pass that pass without it."""
+    rows = [{"id": i, "prompt": prompt, "expected": answer} for i, (prompt, answer) in enumerate(TASKS)]
+    write_lines(folder / "tasks.jsonl", rows)
+    study = yaml.safe_load((folder / "study.yaml").read_text())
+    study["gate"]["agreement"] = {"top1": 0.85, "kl": 0.2}
+    study["gate"]["tasks"] = {"file": "tasks.jsonl", "max_tokens": 8, "stop": ["\n"], "exact": 0.75}
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+
+
 def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(python, tmp_path, small_study):
     def typed(start, *more):
         """A command of the README for the small study, with more behind it."""
         _, *words = readme.command(f"python -m search.{start}")
         return [python, *words, *more]
 
+    add_gates(small_study)
     where = ["--study", str(small_study)]
     command = typed("run --trials", *where, "--trials", "10", "--confirm", "1", "--json")
 
@@ -164,6 +221,10 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
     assert confirmed is not None, done.stderr
     assert confirmed["claimed"] <= confirmed["mean"] and confirmed["p_pass"] > 0.9
 
+    assert summary["gates"]["top1"]["reference"] == 1 and summary["gates"]["kl"]["reference"] == 0
+    assert summary["gates"]["exact"]["reference"] == confirmed["gates"]["exact"] == 0.8
+    assert 0.85 <= confirmed["gates"]["top1"] < 1 and 0 < confirmed["gates"]["kl"] <= 0.2
+
     subprocess.run(typed("export", *where), cwd=tmp_path, check=True)
     manifest = json.loads((tmp_path / "manifest" / "manifest.json").read_text())
     database = open_engine(f"sqlite:///{tmp_path}/study.db")
@@ -177,7 +238,7 @@ def test_ten_trials_stopped_half_way_resumed_confirmed_exported_and_verified(pyt
     verify = subprocess.run(typed("verify", "--json"), cwd=tmp_path, capture_output=True, text=True, timeout=900)
     checks = {check["what"]: check for check in json.loads(verify.stdout)["checks"]}
     assert verify.returncode in (0, 3), verify.stderr
-    assert len(checks) >= 12
+    assert len(checks) >= 12 and {"gate top1", "figure of gate kl", "gate exact"} <= set(checks)
     speed = {"tokens a second", "pace of the machine"}
     assert [c for what, c in checks.items() if c["verdict"] != "holds" and what not in speed] == []
 

@@ -42,11 +42,12 @@ class Apply(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Score `target` after `context` (token ids)."""
+    """Score `target` after `context` (token ids), and show the `top` likeliest tokens at each token of the target."""
 
     record: str
     context: list[int]
     target: list[int]
+    top: int = 0
 
 
 class Decode(Message, frozen=True):
@@ -59,6 +60,18 @@ class Decode(Message, frozen=True):
     prompt: list[int]
     max_tokens: int
     show_tokens: bool = False
+
+
+class Solve(Message, frozen=True):
+    """Continue `prompt` greedily until the model ends the text or writes a text of `stop`, or for `max_tokens`.
+
+    A prompt that is a text becomes tokens as the model's tokenizer makes them, with the special tokens it adds.
+    """
+
+    task: str
+    prompt: str | list[int]
+    max_tokens: int
+    stop: list[str] = []
 
 
 class Sample(Message, frozen=True):
@@ -101,12 +114,18 @@ class Applied(Message, frozen=True):
 
 
 class Scored(Message, frozen=True):
-    """Negative log-likelihood (nats) summed over the record's target tokens."""
+    """Negative log-likelihood (nats) summed over the record's target tokens.
+
+    Where likeliest tokens were asked for, `top_ids[i]` are those in place of target token i, that token always among
+    them, and `top_logprobs[i]` their log-probabilities (nats).
+    """
 
     record: str
     nll: float
     tokens: int
     score_s: float
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
 
 
 class Decoded(Message, frozen=True):
@@ -126,6 +145,13 @@ class Decoded(Message, frozen=True):
     distinct_4grams: float
     token_ids: list[int] = []
     gaps: list[float] = []
+
+
+class Solved(Message, frozen=True):
+    """The text that was written after a task's prompt, without special tokens and without the text that stopped it."""
+
+    task: str
+    text: str
 
 
 class Sampled(Message, frozen=True):
@@ -152,8 +178,8 @@ class EngineError(Exception):
         self.kind = kind
 
 
-Request = Load | Apply | Score | Decode | Sample
-Reply = Loaded | Applied | Scored | Decoded | Sampled | Failed
+Request = Load | Apply | Score | Decode | Solve | Sample
+Reply = Loaded | Applied | Scored | Decoded | Solved | Sampled | Failed
 
 _encoder = msgspec.json.Encoder()
 _request_decoder = msgspec.json.Decoder(Request)

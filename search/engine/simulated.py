@@ -28,6 +28,8 @@ from search.engine.protocol import (
     Score,
     Scored,
     Setting,
+    Solve,
+    Solved,
 )
 from search.knobs import DRAFTS, WINDOW
 from search.landscapes.a10g import A10G
@@ -39,6 +41,7 @@ DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so 
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
 RECORD_SPREAD = 0.05  # standard deviation of ln perplexity between records
 MOST_ACCEPTED = 0.98
+COLLAPSE = (0.15, 0.45)  # of the model's own window: below a share between these a task is answered wrongly
 EASE_SHIFT = 0.05  # with it the mean time of all prompts is the law's, although no draft is accepted more than always
 
 
@@ -79,7 +82,31 @@ class SimulatedEngine:
         law = math.log(self.landscape.perplexity(self._setting))
         offset = random.Random(_hash("record", request.record)).gauss(0.0, RECORD_SPREAD)
         tokens = len(request.target)
-        return Scored(record=request.record, nll=tokens * (law + offset), tokens=tokens, score_s=0.0)
+        shown = [self._distribution(request, i) for i in range(tokens if request.top else 0)]
+        return Scored(
+            record=request.record,
+            nll=tokens * (law + offset),
+            tokens=tokens,
+            score_s=0.0,
+            top_ids=[list(entry) for entry in shown],
+            top_logprobs=[list(entry.values()) for entry in shown],
+        )
+
+    def _distribution(self, request: Score, position: int) -> dict[int, float]:
+        """Log-probabilities of `top` tokens that halve from one to the next.
+
+        As far as perplexity has risen over that of the model's own setting, they are mixed with those in reverse; and
+        that is the share of positions whose two likeliest tokens have changed places.
+        """
+        draw = random.Random(_hash("token", request.record, position))
+        ids = [draw.randrange(VOCABULARY) for _ in range(request.top)]
+        native = self.landscape.perplexity(self.landscape.native)
+        risen = min(1.0, max(0.0, self.landscape.perplexity(self._setting) / native - 1))
+        shares = [2.0 ** -(i + 1) for i in range(request.top)]
+        if draw.random() < risen:
+            shares[:2] = shares[1::-1]
+        mixed = [(1 - risen) * p + risen * q for p, q in zip(shares, shares[::-1], strict=True)]
+        return {token: math.log(p) for token, p in zip(ids, mixed, strict=True)}
 
     def decode(self, request: Decode) -> Decoded:
         """Steps of (verify + K draft passes), each yielding one token and the accepted drafts."""
@@ -110,6 +137,16 @@ class SimulatedEngine:
             token_ids=list(range(request.max_tokens)) if request.show_tokens else [],
             gaps=[1.0] * request.max_tokens if request.show_tokens else [],
         )
+
+    def solve(self, request: Solve) -> Solved:
+        """The last word (or token id) of the prompt, or nothing to the point where the window is too small for it.
+
+        Each task needs another window, between COLLAPSE of the model's own: perplexity shows little of that.
+        """
+        words = request.prompt.split() if isinstance(request.prompt, str) else request.prompt
+        share = random.Random(_hash("task", request.task)).uniform(*COLLAPSE)
+        knows = int(self._setting[WINDOW]) >= share * int(self.landscape.native[WINDOW])
+        return Solved(task=request.task, text=f" {words[-1]}\n" if knows else "I see .")
 
     def sample(self, request: Sample) -> Sampled:
         """Any tokens; the same ones for the same seed."""

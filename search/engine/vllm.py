@@ -39,6 +39,8 @@ from search.engine.protocol import (
     Score,
     Scored,
     Setting,
+    Solve,
+    Solved,
 )
 from search.identity import distinct_4grams
 from search.knobs import DRAFTS, TOP_K, WINDOW
@@ -112,7 +114,8 @@ class VllmEngine:
         """Score one record by `prompt_logprobs`, the path an endpoint offers too."""
         started = time.perf_counter()
         tokens = [*request.context, *request.target]
-        output = self._generate(tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=request.top, detokenize=not request.top)
+        output = self._generate(tokens, params)
         logprobs = output.prompt_logprobs or []
         if len(logprobs) != len(tokens):
             raise EngineError(
@@ -128,11 +131,14 @@ class VllmEngine:
                     "impossible-figure", f"Record {request.record}: no log-probability at token {position}."
                 )
             values.append(entry.logprob)
+        shown = [_finite(entry) for entry in logprobs[first:]] if request.top else []
         return Scored(
             record=request.record,
             nll=-math.fsum(values),
             tokens=len(values),
             score_s=time.perf_counter() - started,
+            top_ids=[list(entry) for entry in shown],
+            top_logprobs=[list(entry.values()) for entry in shown],
         )
 
     def decode(self, request: Decode) -> Decoded:
@@ -169,6 +175,11 @@ class VllmEngine:
             gaps=[_gap(entry) for entry in output.outputs[0].logprobs or []],
         )
 
+    def solve(self, request: Solve) -> Solved:
+        """Answer one task, greedily."""
+        params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, stop=request.stop or None)
+        return Solved(task=request.task, text=self._generate(request.prompt, params).outputs[0].text)
+
     def sample(self, request: Sample) -> Sampled:
         """Sample one continuation."""
         params = SamplingParams(
@@ -182,8 +193,9 @@ class VllmEngine:
         tokens = list(found.token_ids)
         return Sampled(token_ids=tokens[:-1] if found.finish_reason == "stop" else tokens)
 
-    def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
-        return self._llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
+    def _generate(self, prompt: str | list[int], params: SamplingParams) -> Any:
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        return self._llm.generate([given], params, use_tqdm=False)[0]
 
     def _counters(self) -> list[int]:
         """Tokens found in the prefix cache, drafts, draft tokens, and accepted tokens at each position, so far."""
@@ -222,6 +234,11 @@ def _gap(entry: dict[int, Any]) -> float:
     """Log-probability of the likeliest token minus that of the next."""
     first, second, *_ = sorted((candidate.logprob for candidate in entry.values()), reverse=True)
     return float(first - second)
+
+
+def _finite(entry: dict[int, Any]) -> dict[int, float]:
+    """Log-probability by token, of those that are possible."""
+    return {token: candidate.logprob for token, candidate in entry.items() if math.isfinite(candidate.logprob)}
 
 
 def _step_bytes(model: torch.nn.Module) -> int:

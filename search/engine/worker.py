@@ -29,6 +29,8 @@ from search.engine.protocol import (
     Sampled,
     Score,
     Scored,
+    Solve,
+    Solved,
     decode_request,
     encode,
 )
@@ -63,6 +65,9 @@ class Engine(Protocol):
     def decode(self, request: Decode) -> Decoded:
         """Decode one prompt and time it."""
 
+    def solve(self, request: Solve) -> Solved:
+        """Answer one task."""
+
     def sample(self, request: Sample) -> Sampled:
         """Sample one continuation."""
 
@@ -79,6 +84,8 @@ def answer(engine: Engine, request: Request) -> Reply:
                 return engine.score(request)
             case Decode():
                 return engine.decode(request)
+            case Solve():
+                return engine.solve(request)
             case Sample():
                 return engine.sample(request)
     except EngineError as error:

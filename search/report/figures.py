@@ -86,7 +86,7 @@ def front(study: Frames) -> Figure | None:
     pruned = pruned.assign(ppl=pruned.ppl_of_all)
     if not pruned.empty:
         floor = 0.97 * min([*timed.tps, study.reference.tps])
-        plot.add_trace(_points(pruned.assign(tps=floor), "pruned: over the ceiling, not timed", RED, "x", timed=False))
+        plot.add_trace(_points(pruned.assign(tps=floor), _pruned_words(pruned), RED, "x", timed=False))
     plot.add_trace(
         go.Scatter(
             x=[study.reference.ppl],
@@ -106,6 +106,11 @@ def front(study: Frames) -> Figure | None:
     fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "there is no front"
     alt = f"Tokens a second against perplexity. Passed the gate: {len(timed)}; pruned: {len(pruned)}; {fastest}."
     return Figure("front", "What each setting costs and gives", alt, plot)
+
+
+def _pruned_words(pruned: pd.DataFrame) -> str:
+    over = "over the ceiling" if (pruned.refused_by == "ppl").all() else "refused by a gate"
+    return f"pruned: {over}, not timed"
 
 
 def ppl_by_window(study: Frames) -> Figure | None:

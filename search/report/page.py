@@ -10,6 +10,7 @@ import jinja2
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
+from search.gates import words as gate_words
 from search.knobs import KNOWN, words
 from search.report.figures import NAMES, all_figures
 
@@ -65,6 +66,7 @@ def render(study: Frames, commands: list[str]) -> str:
             for figure in all_figures(study)
         ],
         commands=commands,
+        other_gates=gate_words(study.gates),
         plotly=get_plotlyjs(),
     )
 

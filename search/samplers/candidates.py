@@ -30,8 +30,8 @@ def any_setting(problem: Problem, draw: np.random.Generator, fixed: Mapping[str,
 
 
 def random_setting(problem: Problem, past: History, draw: np.random.Generator) -> Setting:
-    """A setting at random whose quality knobs are not known to be over the ceiling."""
-    over = {problem.quality_key(m.setting) for m in past.measured if m.ppl > problem.ceiling}
+    """A setting at random whose quality knobs are not known to be refused by a gate."""
+    over = {problem.quality_key(m.setting) for m in past.measured if m.over(problem.ceiling)}
     found = any_setting(problem, draw)
     for _ in range(20):
         if problem.quality_key(found) not in over:

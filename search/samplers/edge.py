@@ -18,7 +18,8 @@ INNER = 0.12  # of the bracket, at each end: a secant never lands closer, so tha
 class Bracket:
     """The smallest value known to be under the ceiling, and the largest below it that is known to be over.
 
-    Each with ln(perplexity ÷ reference's) there; `over` is None where nothing below `under` was over.
+    Each with ln(perplexity ÷ reference's) there; `over` is None where nothing below `under` was over. `over_rise` is
+    NaN where another gate than perplexity refused that value: no secant goes through it.
     """
 
     under: int
@@ -38,14 +39,16 @@ def bracket(knob: Knob, problem: Problem, past: History) -> Bracket | None:
     rises = {int(m.setting[knob.name]): math.log(m.ppl / problem.reference.ppl) for m in past.measured}
     native = int(problem.reference.setting.get(knob.name, knob.largest))
     allowed = math.log(problem.ceiling / problem.reference.ppl)
-    under = {value: rise for value, rise in rises.items() if rise <= allowed}
+    refused = {int(m.setting[knob.name]) for m in past.measured if m.refused and m.ppl <= problem.ceiling}
+    under = {value: rise for value, rise in rises.items() if rise <= allowed and value not in refused}
     if native >= knob.largest and knob.largest not in rises:
         under[knob.largest] = 0.0  # no less than the reference has, as far as the knob's kind says
     if not under:
         return None
     lowest = min(under)
-    over = max((value for value, rise in rises.items() if rise > allowed and value < lowest), default=None)
-    return Bracket(lowest, under[lowest], over, rises[over] if over is not None else math.nan)
+    over = max((value for value in rises if value not in under and value < lowest), default=None)
+    over_rise = math.nan if over is None or over in refused else rises[over]
+    return Bracket(lowest, under[lowest], over, over_rise)
 
 
 def nothing_passes(knob: Knob, problem: Problem, past: History) -> bool:

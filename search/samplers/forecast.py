@@ -137,7 +137,7 @@ class Forecast:
             setting = {**{k.name: k.low for k in self._problem.knobs}, **reference.setting}
             known[self._key(setting)] = (self._problem.point(setting), math.log(reference.ppl), SCORING_SD)
         for m in self._past.measured:
-            sd = SCORING_SD if m.exact else SCORING_SD + REJECTED_SD * math.log(m.ppl / ceiling)
+            sd = SCORING_SD if m.exact else SCORING_SD + REJECTED_SD * abs(math.log(m.ppl / ceiling))
             known[self._key(m.setting)] = (self._problem.point(m.setting), math.log(m.ppl), sd)
         points, outcomes, sds = zip(*known.values(), strict=True)
         # Far over the ceiling only the side matters, and a steep rise there would teach rough ground everywhere.
@@ -152,10 +152,13 @@ class Forecast:
         return self._log_ppl.predict(points[:, self._columns])
 
     def _passes(self, settings: Sequence[Setting], log_ppl: Array, sd: Array) -> Array:
-        """The chance to be under the ceiling: the model's, and all but certain where an ordered knob says so."""
+        """The chance to be under the ceiling: the model's, and all but certain where an ordered knob says so.
+
+        A quality setting that another gate refused is known to be over: of other gates nothing else is modelled.
+        """
         allowed = math.log(self._problem.ceiling)
         chance = np.asarray(stats.norm.cdf((allowed - log_ppl) / np.hypot(sd, SCORING_SD)))
-        over = {self._key(m.setting) for m in self._past.measured if m.ppl > self._problem.ceiling}
+        over = {self._key(m.setting) for m in self._past.measured if m.over(self._problem.ceiling)}
         under = {self._key(m.setting) for m in self._passed}
         trusted = not any(self._no_worse(low, high) for low in over for high in under if low != high)
         for i, setting in enumerate(settings):

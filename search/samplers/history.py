@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from search.engine.protocol import Setting
+from search.gates import GATES
 from search.recovery import CONSTRAINT
 from search.samplers.problem import Problem
 
@@ -22,7 +23,8 @@ LEAST_SD, MOST_SD = 0.002, 0.2  # of ln TPS: what an interval is believed to say
 class Measured:
     """One finished trial. `ppl` is over all records (where it was rejected early, an estimate); `tps` None: not timed.
 
-    `sd` is the standard deviation of ln TPS that its interval stands for.
+    `sd` is the standard deviation of ln TPS that its interval stands for. `constraints` are all gates' excesses, in
+    the order of `search.gates.GATES`.
     """
 
     number: int
@@ -33,10 +35,20 @@ class Measured:
     seconds: float | None
     reused: bool
     exact: bool  # all records were scored
+    constraints: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> bool:
+        """Whether a gate other than perplexity is over its limit."""
+        return any(excess > 0 for name, excess in self.constraints.items() if name != CONSTRAINT)
 
     def under(self, ceiling: float) -> bool:
-        """Whether it passed the gate."""
+        """Whether it passed the gates."""
         return self.tps is not None and self.ppl <= ceiling
+
+    def over(self, ceiling: float) -> bool:
+        """Whether a gate is known to refuse it."""
+        return self.ppl > ceiling or self.refused
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,8 @@ def _measured(trial: FrozenTrial, problem: Problem) -> Measured:
     if interval:
         low, high = interval
         sd = min(MOST_SD, max(LEAST_SD, math.log(high / low) / (2 * Z)))
-    ppl = trial.constraints[CONSTRAINT] + problem.ceiling
+    constraints = trial.constraints
+    ppl = constraints[CONSTRAINT] + problem.ceiling
     return Measured(
         number=trial.number,
         setting=problem.spelled(trial.params),
@@ -79,4 +92,5 @@ def _measured(trial: FrozenTrial, problem: Problem) -> Measured:
         seconds=said.get("wall_s"),
         reused="reused_from" in said,
         exact=trial.state == TrialState.COMPLETE or abs(said.get("ppl", 0.0) - ppl) < 1e-9,
+        constraints={name: constraints[name] for name in GATES if name in constraints},
     )

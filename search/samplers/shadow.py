@@ -1,7 +1,7 @@
 """Optuna's GP and NSGA-II on a study of ours: they learn from completed trials alone; over the ceiling ours are pruned.
 
 They are shown a shadow of the study in which a pruned trial is complete, with the perplexity that it had, its
-constraint violated, and in place of the speed that nobody measured that of the timed setting nearest to it.
+constraints violated, and in place of the speed that nobody measured that of the timed setting nearest to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShadowSampler(JointSampler):
                     params=originals[m.number].params,
                     distributions=self._problem.distributions,
                     system_attrs=_noted(originals[m.number]),
-                    constraints={CONSTRAINT: m.ppl - self._problem.ceiling},
+                    constraints={**m.constraints, CONSTRAINT: m.ppl - self._problem.ceiling},
                 )
             )
         for setting in past.pending:

@@ -1,4 +1,4 @@
-"""The stages of a trial: apply the knobs, gate on perplexity, time prompts.
+"""The stages of a trial: apply the knobs, gate on records and on tasks, time prompts.
 
 A stage decides when it has seen enough; what it returns are rows for the store, not yet written.
 """
@@ -6,6 +6,7 @@ A stage decides when it has seen enough; what it returns are rows for the store,
 from search.stages.base import Observer, apply
 from search.stages.perplexity import OTHER_BUILD, PerplexityStage
 from search.stages.plain import PlainStage
+from search.stages.tasks import TaskStage
 from search.stages.throughput import CARD_PASSES, ThroughputStage, reference_passes
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Observer",
     "PerplexityStage",
     "PlainStage",
+    "TaskStage",
     "ThroughputStage",
     "apply",
     "reference_passes",

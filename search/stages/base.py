@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from search.agreement import pack
 from search.data import Prompt, Record
 from search.engine.protocol import Applied, Apply, Score, Scored, Setting
 from search.engine.session import EngineSession
@@ -56,17 +57,25 @@ class Stage:
         )
 
 
-def score(session: EngineSession, record: Record) -> RecordScore:
-    """Score one record.
+def score(session: EngineSession, record: Record, top: int = 0) -> RecordScore:
+    """Score one record; with its distributions over the `top` likeliest tokens, unless that is 0.
 
     Raises:
         WorkerError: another number of tokens was scored than its target has.
     """
-    found = session.ask(Score(record=record.id, context=list(record.context), target=list(record.target)), Scored)
+    request = Score(record=record.id, context=list(record.context), target=list(record.target), top=top)
+    found = session.ask(request, Scored)
     if found.tokens != len(record.target):
         reason = f"record {record.id}: {found.tokens} tokens scored of {len(record.target)}"
         raise session.refuse("impossible-figure", reason)
-    return RecordScore(found.nll, found.tokens)
+    if not top:
+        return RecordScore(found.nll, found.tokens)
+    pairs = zip(found.top_ids, found.top_logprobs, strict=False)
+    shown = [dict(zip(ids, values, strict=False)) for ids, values in pairs]
+    if len(shown) != found.tokens or not all(shown):
+        reason = f"record {record.id}: the likeliest tokens in place of some target tokens are missing"
+        raise session.refuse("impossible-figure", reason)
+    return RecordScore(found.nll, found.tokens, distributions=pack(shown))
 
 
 def apply(session: EngineSession, setting: Setting, probe: Prompt | None = None) -> Setting:

@@ -1,17 +1,26 @@
-"""The gate stage: a setting's perplexity over the gate records, remembered by its quality knobs."""
+"""The gate stage: a setting's perplexity over the gate records, remembered by its quality knobs.
+
+Where a study asks for it, agreement with the reference setting is measured in the same pass.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
-from search import gate
+from search import agreement, gate
+from search.data import Record
 from search.engine.protocol import Setting
 from search.engine.session import EngineSession
 from search.errors import SearchError
+from search.gate import RecordScore
+from search.gates import Finding
 from search.knobs import quality_part
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, score
@@ -34,7 +43,11 @@ class PerplexityStage(Stage):
         self._records_hash = spec.definition()["gate.records"]
         self._order = sorted(self._records)
         random.Random(self._records_hash).shuffle(self._order)  # once a study, before any record is seen
-        self._reference: dict[str, gate.RecordScore] = {}
+        self._reference: dict[str, RecordScore] = {}
+        self._shapes: dict[str, list[dict[int, float]]] = {}  # the reference's distributions, unpacked
+        self._against = ""  # the setting that agreement is with
+        self._limits = spec.gate.agreement.limits if spec.gate.agreement is not None else {}  # of agreement
+        self._tokens = sum(len(record.target) for record in self._records.values())
         self._ceiling = float("nan")
         self._again: dict[str, float] = {}  # perplexity of the second scoring, by gate key
         self._memory_holds: bool | None = None  # None: not proved yet
@@ -47,9 +60,11 @@ class PerplexityStage(Stage):
         """
         self._ceiling = ceiling
         (reference,) = self._store.measurements("gate", "done", REFERENCE)
+        self._against = repr(sorted(quality_part(reference.setting).items()))
         self._reference = self._store.remembered_scores(self._key(quality_part(reference.setting)))
         if len(self._reference) < len(self._order):
             raise SearchError(OTHER_BUILD)
+        self._shapes = {r: agreement.unpack(s.distributions) for r, s in self._reference.items() if s.distributions}
         self._recall_proof()
         self._recall_second_scorings()
 
@@ -66,19 +81,26 @@ class PerplexityStage(Stage):
     def measure_reference(self, setting: Setting, effective: Setting, status: str = "done") -> Measurement:
         """The reference setting's perplexity over all records, as `figures["ppl"]` of a gate row."""
         started = time.perf_counter()
+        self._against, self._shapes = repr(sorted(quality_part(setting).items())), {}
         key = self._setting_key(setting)
         scores = self._store.remembered_scores(key)
         missing = [record for record in self._order if record not in scores]
         scores |= self._score(REFERENCE, setting, missing, key)
-        figures = {"ppl": gate.perplexity(scores.values()), "records": len(scores), "scored": len(missing)}
+        figures: dict[str, Any] = {"ppl": gate.perplexity(scores.values()), "records": len(scores)}
+        figures["scored"] = len(missing)
+        if self._limits:
+            figures |= {"scores": key, **{f.gate: f.figure for f in self._agreement(scores)}}
         return self._row(REFERENCE, "gate", status, setting, effective, figures, time.perf_counter() - started)
 
-    def measure(self, trial: int, setting: Setting, effective: Setting) -> tuple[gate.Verdict, Measurement]:
-        """Score records until the verdict stands, and no further.
+    def measure(self, trial: int, setting: Setting, effective: Setting) -> tuple[list[Finding], Measurement]:
+        """Score records until it is known what the gates over them say, and no further.
 
         Records remembered under the setting's quality knobs are not scored again, but for one setting a study, in
         reverse order: that proves that perplexity hangs neither on the speed knobs nor on the order of records. If
         it does, all knobs count from then on.
+
+        Returns:
+            What perplexity says, then what is found of agreement; and the stage's row.
 
         Raises:
             WorkerError: a record could not be scored.
@@ -99,14 +121,15 @@ class PerplexityStage(Stage):
                 self._forget(figures["shift"])
                 key, scores = self._setting_key(setting), again
                 self._store.remember_scores(key, scores)
-        verdict = self._judge(scores) if scores else None
-        if verdict is None or (verdict.outcome == "undecided" and verdict.used < verdict.of):
+        if not scores or not self._decided(scores):
             status = "done"
             known = len(scores)
             missing = [record for record in self._order if record not in scores]
             scores = self._score(trial, setting, missing, key, scores)
-            scored, verdict = len(scores) - known, self._judge(scores)
-        if verdict.used == verdict.of and gate.near(verdict.ppl, self._ceiling):
+            scored = len(scores) - known
+        verdict, others = self._judge(scores), self._agreement(scores)
+        refused = any(finding.outcome == "over" for finding in others)
+        if verdict.used == verdict.of and gate.near(verdict.ppl, self._ceiling) and not refused:
             if key not in self._again:
                 self._recall_second_scorings()
             if key not in self._again:
@@ -123,11 +146,41 @@ class PerplexityStage(Stage):
             "records": verdict.used,
             "scored": scored,
             "again": verdict.again,
+            **{finding.gate: finding.figure for finding in others},
         }
         wall_s = time.perf_counter() - started
-        return verdict, self._row(trial, "gate", status, setting, effective, figures, wall_s)
+        found = [self._of_perplexity(verdict), *others]
+        return found, self._row(trial, "gate", status, setting, effective, figures, wall_s)
 
-    def _judge(self, scores: Mapping[str, gate.RecordScore]) -> gate.Verdict:
+    def of_reference(self, row: Measurement, ceiling: float) -> list[Finding]:
+        """What the gates over the records say of the reference setting, whose `row` this is."""
+        ppl = row.figures["ppl"]
+        outcome: Literal["over", "under"] = "over" if ppl > ceiling else "under"
+        itself = agreement.Agreement(self._tokens, 0.0)
+        found = agreement.judge(itself, self._tokens, self._tokens, self._limits)
+        return [Finding("ppl", outcome, ppl, ceiling, ppl - ceiling, ""), *found]
+
+    def _of_perplexity(self, verdict: gate.Verdict) -> Finding:
+        """A verdict as a finding: over too if two scorings of all records lie on different sides of the ceiling."""
+        torn = verdict.outcome == "undecided" and verdict.used == verdict.of
+        outcome: Literal["over", "under", "undecided"] = "over" if torn else verdict.outcome
+        ceiling = self._ceiling
+        return Finding("ppl", outcome, verdict.ppl, ceiling, verdict.excess, verdict.reason(ceiling))
+
+    def _decided(self, scores: Mapping[str, RecordScore]) -> bool:
+        """Whether the records scored so far refuse the setting, or are all."""
+        verdict = self._judge(scores)
+        if verdict.outcome == "over" or verdict.used == verdict.of:
+            return True
+        return any(finding.outcome == "over" for finding in self._agreement(scores))
+
+    def _agreement(self, scores: Mapping[str, RecordScore]) -> list[Finding]:
+        """What is found of agreement over the first records of the order, if the study asks for it."""
+        used = [scores[r] for r in itertools.takewhile(scores.__contains__, self._order)]
+        agrees = agreement.Agreement(sum(s.top1 or 0 for s in used), math.fsum(s.kl or 0.0 for s in used))
+        return agreement.judge(agrees, sum(s.tokens for s in used), self._tokens, self._limits)
+
+    def _judge(self, scores: Mapping[str, RecordScore]) -> gate.Verdict:
         try:
             return gate.judge(self._reference, scores, self._order, self._ceiling)
         except ValueError as error:
@@ -139,29 +192,40 @@ class PerplexityStage(Stage):
         setting: Setting,
         records: Sequence[str],
         key: str | None = None,
-        known: Mapping[str, gate.RecordScore] | None = None,
-    ) -> dict[str, gate.RecordScore]:
+        known: Mapping[str, RecordScore] | None = None,
+    ) -> dict[str, RecordScore]:
         """Score records one by one, after those `known`; returns both.
 
         With a `key` they are remembered every REMEMBER_S and at the end, also at an untimely one: what was scored need
-        not be scored again. With `known` scores, even none, it ends as soon as the verdict is over.
+        not be scored again. With `known` scores, even none, it ends as soon as a gate over the records refuses them.
         """
         scores = dict(known or {})
-        new: dict[str, gate.RecordScore] = {}
+        new: dict[str, RecordScore] = {}
         remembered_at = time.monotonic()
         try:
             for number, record in enumerate(map(self._records.__getitem__, records)):
                 self._observer.stage(trial, setting, "gate", number, len(records))
-                scores[record.id] = new[record.id] = score(self._session, record)
+                scores[record.id] = new[record.id] = self._score_one(record)
                 if key is not None and time.monotonic() - remembered_at > REMEMBER_S:
                     self._store.remember_scores(key, new)
                     new, remembered_at = {}, time.monotonic()
-                if known is not None and self._judge(scores).outcome == "over":
+                if known is not None and self._decided(scores):
                     break
         finally:
             if key is not None and new:
                 self._store.remember_scores(key, new)
         return scores
+
+    def _score_one(self, record: Record) -> RecordScore:
+        """A record's score; where the study asks for it, with how it agrees with the reference setting's."""
+        if not self._limits:
+            return score(self._session, record)
+        found = score(self._session, record, agreement.TOP)
+        assert found.distributions is not None
+        if not self._shapes:  # this is the reference
+            return replace(found, top1=found.tokens, kl=0.0)
+        agrees = agreement.compare(self._shapes[record.id], agreement.unpack(found.distributions))
+        return RecordScore(found.nll, found.tokens, agrees.top1, agrees.kl)
 
     def _forget(self, shift: float) -> None:
         self._observer.note(
@@ -173,7 +237,12 @@ class PerplexityStage(Stage):
         return self._key(setting if self._memory_holds is False else quality_part(setting))
 
     def _key(self, knobs: Setting) -> str:
-        """What a remembered score hangs on: model, build, records and quality knobs (or all knobs)."""
+        """What a remembered score hangs on: model, build, records and quality knobs (or all knobs).
+
+        With agreement also on the setting that it is with.
+        """
         loaded = self._session.loaded()
         text = repr((loaded.model_hash, loaded.build_hash, self._records_hash, sorted(knobs.items())))
+        if self._limits:
+            text += f" {agreement.TOP} {self._against}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]

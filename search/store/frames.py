@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from search.errors import SearchError
+from search.gates import refusers
 from search.knobs import KNOWN
 from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
@@ -29,14 +30,16 @@ class Frames:
 
     trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
         ppl (over the records that the gate used), ppl_of_all (over all of them; an estimate where it was rejected
-        early), on_front, acceptance_rate (a list by position), reused_from, reason, failure, failed_stage, warning,
-        wall_s, finished_at, card, and card_tps, what tps was on that card.
+        early), refused_by (gates over their limits, by name), a column for the figure of each gate beside perplexity
+        (see `search.gates`), on_front, acceptance_rate (a list by position), reused_from, reason, failure,
+        failed_stage, warning, wall_s, finished_at, card, and card_tps, what tps was on that card.
     reference: the same of the reference setting.
     stages: a row a stage of a trial: trial, stage, status, wall_s, made_at, and drift, low, high where the reference
         was timed again.
     confirmations: a row a finalist: trial, eligible, reason, claimed, mean, low, high, p_pass, tune_tps, held_out_tps,
         gap, ppl, held_out_ratio, identity_rate, and a column for each knob.
     environments: a row an engine start: facts as columns, card, start_s, started_at.
+    gates: limit and the reference setting's figure by gate; None for studies of before there were several.
     """
 
     study: str
@@ -47,6 +50,7 @@ class Frames:
     stages: DataFrame
     confirmations: DataFrame
     environments: DataFrame
+    gates: dict[str, Any] | None
 
 
 def load(url: str, study: str | None = None) -> Frames:
@@ -91,6 +95,7 @@ def frames(store: Store) -> Frames:
                 for e in store.environments()
             ]
         ),
+        gates=reference.gates,
     )
 
 
@@ -106,6 +111,8 @@ def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[
     more = ("failure", "failed_stage", "warning", "wall_s", "card", "card_tps")
     return {
         **{name: getattr(outcome, name) for name in (*names, *more)},
+        **{name: found["figure"] for name, found in (outcome.gates or {}).items() if found and name != "ppl"},
+        "refused_by": ", ".join(refusers(outcome.gates)) or ("ppl" if outcome.state == "PRUNED" else None),
         "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),
         **{name: outcome.setting.get(name) for name in KNOWN if name in outcome.setting},
         "on_front": outcome.trial in front,

@@ -85,7 +85,7 @@ class Environment(Base):
 class Measurement(Base):
     """One stage of one trial; the reference setting's stand under trial -1.
 
-    `stage` is gate or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
+    `stage` is gate, tasks or speed. `status` is done; remembered (a gate taken from memory); proof (a gate scored
     although it was remembered, to prove the memory right); repeat (the reference timed again, for the noise);
     control (prompts at the reference setting in between a trial's, for the drift); drift (the same between trials,
     or in a new worker); card and card-repeat (the reference on another card than the first, for the scale between
@@ -109,7 +109,10 @@ class Measurement(Base):
 
 
 class RecordScoreRow(Base):
-    """The gate's memory: one record scored under one gate key (model, quality knobs, records, build)."""
+    """The gate's memory: one record scored under one gate key (model, quality knobs, records, build).
+
+    `top1`, `kl` and `distributions` as in `gate.RecordScore`: of studies that ask for agreement with the reference.
+    """
 
     __tablename__ = "pareto_record_score"
     __table_args__ = (UniqueConstraint("gate_key", "record"),)
@@ -119,6 +122,25 @@ class RecordScoreRow(Base):
     record: Mapped[str] = mapped_column(String(200))
     nll: Mapped[float]
     tokens: Mapped[int]
+    top1: Mapped[int | None]
+    kl: Mapped[float | None]
+    distributions: Mapped[bytes | None]
+
+
+class TaskAnswerRow(Base):
+    """The same of a task: how it was answered under one key (model, quality knobs, tasks, build).
+
+    `answer` is its beginning, with its white space made one.
+    """
+
+    __tablename__ = "pareto_task_answer"
+    __table_args__ = (UniqueConstraint("gate_key", "task"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    gate_key: Mapped[str] = mapped_column(String(16), index=True)
+    task: Mapped[str] = mapped_column(String(200))
+    matched: Mapped[bool]
+    answer: Mapped[str] = mapped_column(String(500))
 
 
 class PromptTimingRow(Base):
@@ -147,7 +169,9 @@ class Outcome(Base):
     """How a trial ended: what Optuna is told, and what a later trial with the same setting reuses.
 
     `ppl` is over the records that the verdict used; `excess`, the constraint, is how far the perplexity over all of
-    them is (or, from fewer, is estimated to be) over the ceiling. The reference setting's stands under trial -1.
+    them is (or, from fewer, is estimated to be) over the ceiling. `gates` holds outcome, figure, limit and excess of
+    every gate of the study, perplexity's too, by its name (see `search.gates`): None of one that was not asked because
+    another had refused the setting. It is None in rows from before 0005. The reference setting's stands under trial -1.
     `tps` and its interval are on the scale of the card that the reference was measured on; `card` is the one that the
     trial was measured on, and `card_tps` what it showed there. `reason` says why it ended as it did. Of a failed
     trial `failure` is the protocol's failure kind, beside the stage that failed and the worker's log. `warning` says
@@ -164,6 +188,7 @@ class Outcome(Base):
     ppl: Mapped[float | None]
     ceiling: Mapped[float | None]
     excess: Mapped[float | None]
+    gates: Mapped[dict[str, Any] | None]
     tps: Mapped[float | None]
     tps_low: Mapped[float | None]
     tps_high: Mapped[float | None]

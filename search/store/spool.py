@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy import DateTime
 
+from search.answers import Answer
 from search.gate import RecordScore
 from search.store.models import Measurement, Outcome, PromptTimingRow
 
@@ -24,13 +26,14 @@ RESERVE_BYTES = 1 << 20  # kept free on the disk, so that a full one still takes
 
 @dataclass(frozen=True)
 class Waiting:
-    """One line of a spool: a trial's outcome with its measurements and slot, or record scores under a gate key."""
+    """One line of a spool: a trial's outcome with its measurements and slot, or scores or answers under a gate key."""
 
     outcome: Outcome | None = None
     measurements: Sequence[Measurement] = ()
     slot: int | None = None
     gate_key: str | None = None
     scores: Mapping[str, RecordScore] | None = None
+    answers: Mapping[str, Answer] | None = None
 
 
 class Spool:
@@ -72,7 +75,8 @@ class Spool:
                 ],
                 "slot": waiting.slot,
                 "gate_key": waiting.gate_key,
-                "scores": {record: [s.nll, s.tokens] for record, s in (waiting.scores or {}).items()},
+                "scores": {record: _score_values(s) for record, s in (waiting.scores or {}).items()},
+                "answers": {task: [a.text, a.matched] for task, a in (waiting.answers or {}).items()},
             }
         )
         self.release()
@@ -123,8 +127,21 @@ def _waiting(line: str) -> Waiting | None:
         measurements=[_measurement(m) for m in row["measurements"]],
         slot=row["slot"],
         gate_key=row["gate_key"],
-        scores={record: RecordScore(*score) for record, score in row["scores"].items()},
+        scores={record: _score(values) for record, values in row["scores"].items()},
+        answers={task: Answer(*answer) for task, answer in row.get("answers", {}).items()},
     )
+
+
+def _score_values(score: RecordScore) -> list[Any]:
+    """As JSON can hold it: bytes in base64."""
+    packed = score.distributions
+    return [score.nll, score.tokens, score.top1, score.kl, packed and base64.b64encode(packed).decode()]
+
+
+def _score(values: Sequence[Any]) -> RecordScore:
+    """The same back; earlier releases wrote the first two alone."""
+    nll, tokens, top1, kl, packed = [*values, None, None, None][:5]
+    return RecordScore(nll, tokens, top1, kl, packed and base64.b64decode(packed))
 
 
 def _values(row: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy import Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, selectinload
 
+from search.answers import Answer
 from search.errors import LostClaimError, SpooledError, UsageError
 from search.gate import RecordScore
 from search.owner import on_this_host, owner_lives, owner_name
@@ -29,6 +31,7 @@ from search.store.models import (
     Process,
     RecordScoreRow,
     Slot,
+    TaskAnswerRow,
 )
 from search.store.patience import patient, patiently
 from search.store.slots import REFERENCE, Slots
@@ -73,6 +76,7 @@ class Store(Slots):
                     self.add_all(waiting.measurements)
                 if waiting.gate_key is not None:
                     self.remember_scores(waiting.gate_key, waiting.scores or {})
+                    self.remember_answers(waiting.gate_key, waiting.answers or {})
                 taken += 1
         finally:
             self._spool = spool
@@ -184,7 +188,18 @@ class Store(Slots):
         """Records already scored under `gate_key`, by record id."""
         with self._reading() as session:
             rows = session.scalars(select(RecordScoreRow).where(RecordScoreRow.gate_key == gate_key))
-            return {row.record: RecordScore(row.nll, row.tokens) for row in rows}
+            return {r.record: RecordScore(r.nll, r.tokens, r.top1, r.kl, r.distributions) for r in rows}
+
+    def reference_distributions(self) -> dict[str, bytes]:
+        """The reference setting's distributions over each gate record, packed (see `search.agreement`).
+
+        Nothing where the study does not ask for agreement, or its reference is not measured.
+        """
+        for row in self.measurements("gate", "done", REFERENCE):
+            if key := row.figures.get("scores"):
+                scores = self.remembered_scores(str(key))
+                return {r: s.distributions for r, s in scores.items() if s.distributions is not None}
+        return {}
 
     def remember_scores(self, gate_key: str, scores: Mapping[str, RecordScore]) -> None:
         """Add record scores; those already there stay as they are."""
@@ -195,12 +210,36 @@ class Store(Slots):
                 among = RecordScoreRow.gate_key == gate_key, RecordScoreRow.record.in_(scores)
                 there = set(session.scalars(select(RecordScoreRow.record).where(*among)))
                 session.add_all(
-                    RecordScoreRow(gate_key=gate_key, record=record, nll=score.nll, tokens=score.tokens)
+                    RecordScoreRow(gate_key=gate_key, record=record, **asdict(score))
                     for record, score in scores.items()
                     if record not in there
                 )
 
         with self._or_spooled(Waiting(gate_key=gate_key, scores=scores)):
+            patiently(write, self.note)
+
+    @patient
+    def remembered_answers(self, gate_key: str) -> dict[str, Answer]:
+        """Tasks already answered under `gate_key`, by task id."""
+        with self._reading() as session:
+            rows = session.scalars(select(TaskAnswerRow).where(TaskAnswerRow.gate_key == gate_key))
+            return {row.task: Answer(row.answer, row.matched) for row in rows}
+
+    def remember_answers(self, gate_key: str, answers: Mapping[str, Answer]) -> None:
+        """Add answers to tasks; those already there stay as they are."""
+
+        def write() -> None:
+            with self._alone() as session, session.begin():
+                take_turn(session, gate_key)
+                among = TaskAnswerRow.gate_key == gate_key, TaskAnswerRow.task.in_(answers)
+                there = set(session.scalars(select(TaskAnswerRow.task).where(*among)))
+                session.add_all(
+                    TaskAnswerRow(gate_key=gate_key, task=task, matched=answer.matched, answer=_kept(answer.text))
+                    for task, answer in answers.items()
+                    if task not in there
+                )
+
+        with self._or_spooled(Waiting(gate_key=gate_key, answers=answers)):
             patiently(write, self.note)
 
     def finish(self, outcome: Outcome, measurements: Sequence[Measurement] = (), slot: int | None = None) -> None:
@@ -469,6 +508,11 @@ def _front_point(outcome: Outcome) -> FrontPoint:
         card=outcome.card,
         simulated=outcome.simulated,
     )
+
+
+def _kept(text: str) -> str:
+    """As much of a text as the store takes; PostgreSQL takes no NUL."""
+    return text.replace("\0", "")[:500]
 
 
 def _shown(value: Any) -> str:
