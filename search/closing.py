@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search.knobs import words
+from search.knobs import NO_DRAFTS, words
 from search.store import Outcome
 from search.summary import Summary
 
@@ -44,6 +44,7 @@ def found(summary: Summary) -> list[str]:
         f"{best['tps']:.1f} tok/s [{best['tps_low']:.1f}, {best['tps_high']:.1f}], "
         f"{best['tps'] / reference.tps:.2f} × the reference's {reference.tps:.1f}; perplexity {best['ppl']:.4f} "
         f"(reference {reference.ppl:.4f}).",
+        *_methods(summary),
         *_cards(summary),
     ]
 
@@ -53,6 +54,21 @@ def _others(summary: Summary) -> str:
     refused = {name: gate["refused"] for name, gate in summary.gates.items() if name != "ppl"}
     listed = ", ".join(f"{name} {count}" for name, count in refused.items())
     return f" or by another gate ({listed})" if refused else ""
+
+
+def _methods(summary: Summary) -> list[str]:
+    """How methods of speculation compare, where several were searched; one that does not pay is said to."""
+    if len(summary.methods) < 2:
+        return []
+    plain = max(summary.methods.get(NO_DRAFTS, 0.0), summary.reference.tps or 0.0)
+    ranked = sorted(summary.methods.items(), key=lambda item: -item[1])
+    lost = [method for method, tps in ranked if method != NO_DRAFTS and tps <= plain]
+    lines = ["The fastest with each method: " + ", ".join(f"{method} {tps:.1f} tok/s" for method, tps in ranked) + "."]
+    if lost:
+        lines.append(
+            f"{' and '.join(lost)} lose{'s' * (len(lost) == 1)} to decoding without drafts ({plain:.1f} tok/s)."
+        )
+    return lines
 
 
 def _cards(summary: Summary) -> list[str]:

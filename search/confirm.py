@@ -25,7 +25,7 @@ from search.engine.protocol import Setting
 from search.errors import SearchError
 from search.gates import Finding
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
-from search.knobs import DRAFTS, quality_part, words
+from search.knobs import DRAFTS, drafts_as_asked, quality_part, words
 from search.manifest import build_manifest, write_manifest
 from search.pace import elasticity
 from search.spec import StudySpec
@@ -77,7 +77,7 @@ def confirm(
     if missing:
         observer.note(f"Confirming {len(missing)} finalists: each is served in a process of its own.")
         try:
-            evidence = laboratory.insist("Plain decoding", lambda: _plain_evidence(spec, laboratory, missing))
+            evidence = laboratory.insist("Plain decoding", lambda: _plain_evidence(spec, store, laboratory, missing))
         except WorkerError as error:
             raise SearchError(f"The finalists cannot be confirmed: plain decoding failed: {error}") from error
         laboratory.end_worker()  # two engines at once would slow each other
@@ -118,11 +118,15 @@ def _complete(found: Confirmation | None, card: str | None = None) -> bool:
     return card is None or found.figures.get("card") in (None, card)
 
 
-def _plain_evidence(spec: StudySpec, laboratory: Laboratory, outcomes: Sequence[Outcome]) -> PlainEvidence:
+def _plain_evidence(
+    spec: StudySpec, store: Store, laboratory: Laboratory, outcomes: Sequence[Outcome]
+) -> PlainEvidence:
     """Everything about plain decoding that the finalists are held against, on the search's own engine."""
-    prompts, native = [*spec.held_out_prompts(), *spec.prompts()], laboratory.native
-    reference: Setting = {**native, DRAFTS: 0}
-    settings = {o.trial: {**reference, **quality_part(o.setting)} for o in outcomes}
+    prompts = [*spec.held_out_prompts(), *spec.prompts()]
+    measured = store.outcome(REFERENCE)
+    assert measured is not None
+    reference: Setting = dict(measured.setting)
+    settings = {o.trial: {**reference, **quality_part(o.setting, spec.of_speed)} for o in outcomes}
     tokens: dict[str, dict[str, Plain]] = {}
     for setting in [reference, *settings.values()]:
         if setting_key(setting) not in tokens:
@@ -281,6 +285,7 @@ def _measure(
         found.figures["least_gap"],
         identity,
         shift,
+        spec.resolved(outcome.setting).method,
     ) or ("its outputs loop where the reference's do not" if degenerate(mine, theirs) else None)
     found.eligible = found.reason is None
     return found
@@ -315,12 +320,13 @@ def _objection(
     least_fall: float | None,
     identity: Identity,
     shift: float,
+    method: str,
 ) -> str | None:
     """Why a finalist must not win, or None."""
     assert outcome.ceiling is not None
     drafts = outcome.setting.get(DRAFTS, 0)
     asked = {k: v for k, v in outcome.setting.items() if k in effective}
-    if any(effective[k] != v for k, v in asked.items()) or speed.drafts_a_step != drafts:
+    if any(effective[k] != v for k, v in asked.items()) or not drafts_as_asked(speed.drafts_a_step, drafts, method):
         return f"served, it runs {dict(effective)} with {speed.drafts_a_step:g} drafts a step"
     if ppl > outcome.ceiling:
         return f"served, its perplexity is {ppl:.4f}, over the ceiling of {outcome.ceiling:.4f}"

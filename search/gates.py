@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from search.data import content_hash, is_utf8
-
-if TYPE_CHECKING:
-    from search.spec import _Section as Section
+from search.section import Section
 
 GATES = ("ppl", "top1", "kl", "exact")
 WHOLE = 1e-9  # of one token or task: what a share in decimals may be off by

@@ -15,7 +15,8 @@ from search.engine.protocol import EngineError
 from search.errors import UsageError
 from search.knobs import TOP_K, WINDOW
 from search.modelfiles import read_hub_config, text_config
-from search.spec import StudySpec, line_of
+from search.section import line_of
+from search.spec import StudySpec
 
 SUPPORTED_DRAFTER = "gemma4_assistant"
 
@@ -43,6 +44,9 @@ def check_models(spec: StudySpec) -> dict[str, Any]:
     """
     model = text_config(_config(spec, "engine.model", spec.engine.model))
     _check_window(spec, model)
+    for method, config in spec.engine.speculation.items():
+        if isinstance(config.get("model"), str):
+            _config(spec, f"engine.speculation.{method}", config["model"])
     if spec.engine.drafter is not None:
         _check_drafter(spec, model, _config(spec, "engine.drafter", spec.engine.drafter))
     return model

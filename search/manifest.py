@@ -20,7 +20,7 @@ from search.data import bytes_hash, content_hash
 from search.errors import RefusedError
 from search.folder import PROMPTS, RECORDS, REFERENCE, TASKS, finite, manifest_hash, reference_lines
 from search.forms import write_forms
-from search.knobs import DRAFTS, TOP_K, WINDOW, words
+from search.knobs import DRAFTS, MTP, TOP_K, WINDOW, words
 from search.modelfiles import hf_overrides, model_folder, read_config
 from search.serving import ARGS_WITH_KEYS
 from search.spec import StudySpec
@@ -41,17 +41,14 @@ if __name__ == "__main__":
 
 def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, str]:
     """The manifest's `env`: every key is text, and follows from the setting and the study file alone."""
-    keys = {"ENGINE_ARGS": json.dumps(_other_args(spec), sort_keys=True)}
+    engine = spec.resolved(setting)
+    keys = {**engine.environment, "ENGINE_ARGS": json.dumps(_other_args(engine.args), sort_keys=True)}
     if WINDOW in setting:
-        override = hf_overrides(read_config(model_folder(spec.engine.model)), int(setting[WINDOW]))
+        override = hf_overrides(read_config(model_folder(engine.model)), int(setting[WINDOW]))
         keys |= {"SLIDING_WINDOW": str(setting[WINDOW]), "HF_OVERRIDES": json.dumps(override)}
     if setting.get(DRAFTS):
-        speculation = {
-            "method": "mtp",
-            "model": spec.engine.drafter,
-            "num_speculative_tokens": setting[DRAFTS],
-        }
-        keys["SPECULATIVE_CONFIG"] = json.dumps(speculation)
+        drafting = engine.speculation or {"method": MTP, "model": engine.drafter}
+        keys["SPECULATIVE_CONFIG"] = json.dumps({**drafting, "num_speculative_tokens": setting[DRAFTS]})
         if TOP_K in setting:
             keys["CENTROID_TOP_K"] = str(setting[TOP_K])
     warmup = spec.workload.warmup
@@ -62,7 +59,7 @@ def environment_keys(spec: StudySpec, setting: Mapping[str, Any]) -> dict[str, s
         "WARMUP_SEED": str(warmup.seed),
         "PRECACHE_BENCH": "0",
     }
-    return keys | {a.upper(): str(spec.engine.args[a]) for a in ARGS_WITH_KEYS if a in spec.engine.args}
+    return keys | {a.upper(): str(engine.args[a]) for a in ARGS_WITH_KEYS if a in engine.args}
 
 
 def patch_keys(facts: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, str]:
@@ -95,7 +92,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
             f"{engine_package}=={facts.get('vllm')}",
             f"transformers=={facts.get('transformers')}",
         ],
-        "model_id": spec.engine.model,
+        "model_id": spec.resolved(outcome.setting).model,
         "served_model_name": spec.engine.model_name,
         "port": PORT,
         "serve": "python serve.py",
@@ -186,9 +183,9 @@ def write_manifest(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _other_args(spec: StudySpec) -> dict[str, Any]:
+def _other_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Engine arguments that have no key of their own, with what every measurement is made under."""
-    rest = {name: value for name, value in spec.engine.args.items() if name not in ARGS_WITH_KEYS}
+    rest = {name: value for name, value in args.items() if name not in ARGS_WITH_KEYS}
     return {**rest, "enable_prefix_caching": False}
 
 

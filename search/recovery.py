@@ -75,6 +75,7 @@ def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = Non
         "reused_from": outcome.reused_from,
         "reason": outcome.reason,
         "failure": outcome.failure,
+        "failed_stage": outcome.failed_stage,
         "warning": outcome.warning,
         "simulated": outcome.simulated or None,
         "wall_s": outcome.wall_s,

@@ -18,7 +18,6 @@ from optuna.trial import FrozenTrial, TrialState
 from search import gates
 from search.attachments import Attachments, attachments
 from search.errors import SearchError
-from search.knobs import KNOWN
 from search.report.figures import front
 from search.report.page import headline
 from search.store import Store, engine_options, full_url, open_engine, study_names
@@ -107,7 +106,8 @@ def study_note(study: Frames) -> str:
 
 def trial_note(row: Any, study: Frames, why: str = "") -> str:
     """Markdown: how a trial ended and why, with its interval, and why it was asked for."""
-    setting = ", ".join(f"{name} {getattr(row, name)}" for name in KNOWN if hasattr(row, name))
+    knobs = study.trials.loc[row.trial, list(study.knobs)].dropna()
+    setting = ", ".join(f"{name} {value}" for name, value in knobs.items())
     read_back = "asked for" if row.state == "FAIL" else "as read back from the engine"
     if row.state == "COMPLETE":
         end = (

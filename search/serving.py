@@ -35,6 +35,14 @@ from search.modelfiles import file_hash, model_folder, read_config, text_config
 SERVER, HOST = "vllm.entrypoints.openai.api_server", "127.0.0.1"
 # Engine arguments that have an environment key of their own; the rest stand in ENGINE_ARGS.
 ARGS_WITH_KEYS = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+# Every key that a manifest's environment may have for us; others are vLLM's own, or a library's.
+OWN_KEYS = frozenset(
+    (
+        *("ENGINE_ARGS", "HF_OVERRIDES", "SLIDING_WINDOW", "SPECULATIVE_CONFIG", "CENTROID_TOP_K", "PRECACHE_BENCH"),
+        *("WARMUP_BRIDGE", "WARMUP_NUM_PROMPTS", "WARMUP_MAX_TOKENS", "WARMUP_SEED"),
+        *map(str.upper, ARGS_WITH_KEYS),
+    )
+)
 READY_WAIT_S = 1800.0
 WARMUP_PROMPT_TOKENS = 16
 
@@ -51,7 +59,7 @@ def serve(folder: Path) -> None:
     target = _checked(manifest["model_id"], hashes["model"])
     drafter = None
     speculation = json.loads(manifest["env"].get("SPECULATIVE_CONFIG", "null"))
-    if speculation:
+    if speculation and speculation.get("model"):
         source = _checked(speculation["model"], hashes["drafter"])
         # vLLM's compile cache is keyed by paths. A relative one that names the content is the same wherever the folder
         # stands, so that the same code is served again; a fresh compilation can take another token path.
@@ -88,7 +96,7 @@ def derive_drafter(source: Path, out: Path, values: Mapping[str, int]) -> Path:
     vLLM's `hf_overrides` reach the target only, so what the drafter should do has to stand in its config.
     """
     config = read_config(source)
-    if WINDOW in values:
+    if WINDOW in values and text_config(config).get("sliding_window"):
         text_config(config)["sliding_window"] = values[WINDOW]
     if TOP_K in values:
         config["centroid_intermediate_top_k"] = values[TOP_K]
@@ -108,7 +116,7 @@ def server_options(manifest: Mapping[str, Any], target: str, drafter: str | None
     Args:
         manifest: as it was read.
         target: folder or hub id of the model.
-        drafter: folder of the drafter with the manifest's values in its config, or None.
+        drafter: folder of the drafter with the manifest's values in its config, or None where none is needed.
     """
     env = manifest["env"]
     options: dict[str, Any] = {
@@ -121,8 +129,9 @@ def server_options(manifest: Mapping[str, Any], target: str, drafter: str | None
     }
     if "HF_OVERRIDES" in env:
         options["hf_overrides"] = json.loads(env["HF_OVERRIDES"])
-    if drafter is not None:
-        options["speculative_config"] = {**json.loads(env["SPECULATIVE_CONFIG"]), "model": drafter}
+    if "SPECULATIVE_CONFIG" in env:
+        of_drafter = {"model": drafter} if drafter is not None else {}
+        options["speculative_config"] = json.loads(env["SPECULATIVE_CONFIG"]) | of_drafter
     return options
 
 

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import difflib
-import math
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import yaml
 
+from search import builds
+from search.buildknobs import read_build_knob
 from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, Task, content_hash, read_prompts, read_records, read_tasks
+from search.engine.protocol import KnobValue, Load, Setting
 from search.errors import UsageError
 from search.gates import GateSpec, read_gate
-from search.knobs import KNOWN, Knob
+from search.knobs import KNOWN, METHOD, MTP, NO_DRAFTS, Knob
 from search.secrets import is_secret_name
+from search.section import Section, compose, local_model, plain
 
-T = TypeVar("T")
 LEAST_TUNE = 3  # prompts; two say nothing of how they differ
-MAX_BYTES = 1 << 20  # of a study file
-MAX_NUMBER = 10**9
-MAX_WORDS = 400  # characters of an error, which may quote the file
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it becomes part of file names
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What is served: model and drafter (a folder or a hub id) and vLLM's engine arguments."""
+    """What is served: model and drafter (a folder or a hub id) and vLLM's engine arguments.
+
+    `speculation` holds what each method of speculation but the drafter's own is configured with, by method.
+    """
 
     model: str
     drafter: str | None
     args: dict[str, Any]
+    speculation: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods of speculation that there are."""
+        return [*([MTP] if self.drafter else []), *self.speculation]
 
     @property
     def model_name(self) -> str:
@@ -94,6 +104,29 @@ class StudySpec:
     workload: WorkloadSpec
     gate: GateSpec
     limits: LimitSpec
+    build_knobs: tuple[builds.BuildKnob, ...] = ()
+
+    @property
+    def of_speed(self) -> frozenset[str]:
+        """The build knobs that are said not to change perplexity."""
+        return frozenset(knob.name for knob in self.build_knobs if not knob.affects_quality)
+
+    def build_of(self, setting: Mapping[str, KnobValue]) -> Setting:
+        """The part of a setting that its engine is built with."""
+        return builds.part(self.build_knobs, setting)
+
+    def resolved(self, setting: Mapping[str, KnobValue]) -> builds.Resolved:
+        """What the engine of a setting is built from."""
+        engine = self.engine
+        return builds.resolve(engine.model, engine.drafter, engine.args, engine.speculation, self.build_of(setting))
+
+    def knobs_of(self, setting: Mapping[str, KnobValue]) -> tuple[Knob, ...]:
+        """The live knobs that the engine of a setting has."""
+        return builds.live_knobs(self.knobs, self.resolved(setting).method)
+
+    def load(self, setting: Mapping[str, KnobValue], seed: int) -> Load:
+        """The request that builds the engine of a setting."""
+        return builds.load(self.resolved(setting), self.engine.args, self.build_of(setting), self.knobs, seed)
 
     @property
     def folder(self) -> Path:
@@ -139,7 +172,9 @@ class StudySpec:
             "engine.model": self.engine.model,
             "engine.drafter": self.engine.drafter,
             **{f"engine.args.{name}": value for name, value in self.engine.args.items()},
+            **({"engine.speculation": self.engine.speculation} if self.engine.speculation else {}),
             **{f"knobs.{k.name}": {"low": k.low, "high": k.high, "step": k.step, "log": k.log} for k in self.knobs},
+            **{f"knobs.{k.name}": k.as_json() for k in self.build_knobs},
             "workload.prompts": content_hash(self.workload.prompts),
             "workload.output_tokens": self.workload.output_tokens,
             "gate.records": content_hash(self.gate.records),
@@ -158,189 +193,89 @@ def read_study(path: Path) -> StudySpec:
         UsageError: naming the file, the line, the key and what to write instead.
     """
     path = path / "study.yaml" if path.is_dir() else path
-    node = _compose(path)
+    node = compose(path)
     if node is None:
         raise UsageError(f"The study file {path} is empty.")
-    return _study(_Section(path, "", node), path)
+    return _study(Section(path, "", node), path)
 
 
-def line_of(path: Path, key: str) -> int | None:
-    """The line of the study file on which `key` (knobs.sliding_window.high) stands, or the nearest key above it."""
-    node, line = _compose(path), None
-    for part in key.split("."):
-        if not isinstance(node, yaml.MappingNode):
-            break
-        found = next(((k, v) for k, v in node.value if k.value == part), None)
-        if found is None:
-            break
-        line, node = found[0].start_mark.line + 1, found[1]
-    return line
-
-
-def _compose(path: Path) -> yaml.Node | None:
-    """The file as YAML nodes, which still know their lines; without anchors, which can make a small file huge."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"The study file {path} cannot be read: {error.strerror or error}.") from error
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"The study file {path} is larger than 1 MiB: this is no study file.")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{path}, line {line}: not UTF-8.") from error
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1 if event.start_mark else 0
-                raise UsageError(f"{path}, line {line}: aliases (*name) are not supported.")
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
-        return node
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line_words = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise UsageError(f"{path}{line_words}: not valid YAML ({problem}).") from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: not a study file (nested too deeply).") from error
-
-
-@dataclass
-class _Section:
-    """A mapping of the file: takes its keys one by one and, at the end, complains of those not taken."""
-
-    path: Path
-    key: str
-    node: yaml.Node
-    taken: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(self.node, f"{self.key or 'the file'} must be a mapping of keys to values")
-        self.children: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key, value in self.node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise self.error(key, f"{self.key or 'the file'} has a key that is no word")
-            if key.value in self.children:
-                raise self.error(key, f"{self.name(key.value)} stands there twice")
-            self.children[key.value] = (key, value)
-
-    def error(self, node: yaml.Node, what: str) -> UsageError:
-        return UsageError(f"{self.path}, line {node.start_mark.line + 1}: {what:.{MAX_WORDS}}.")
-
-    def name(self, key: str) -> str:
-        return f"{self.key}.{key}" if self.key else key
-
-    def take(self, key: str, kind: type[T], default: T | None = None, *, least: float | None = None) -> T:
-        self.taken.add(key)
-        if key not in self.children:
-            if default is None:
-                raise self.error(self.node, f"{self.name(key)} is missing")
-            return default
-        node = self.children[key][1]
-        value = self.value(node, key)
-        if kind is float and type(value) is int and abs(value) <= MAX_NUMBER:
-            value = float(value)
-        if type(value) is not kind:
-            wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}.get(
-                kind
-            )
-            raise self.error(node, f"{self.name(key)} must be {wanted or 'a mapping'}, not {value!r:.80}")
-        if type(value) in (int, float) and not abs(cast(float, value)) <= MAX_NUMBER:  # nor is it NaN
-            raise self.error(node, f"{self.name(key)} must be a number up to {MAX_NUMBER:,}, not {value!r:.40}")
-        if isinstance(value, str) and not value.isprintable():
-            raise self.error(node, f"{self.name(key)} holds characters that cannot be printed")
-        if least is not None and cast(float, value) < least:
-            raise self.error(node, f"{self.name(key)} must be at least {least:g}, not {value!r}")
-        found: T = value
-        return found
-
-    def value(self, node: yaml.Node, key: str) -> Any:
-        """What a node holds; tags that YAML's own types do not know are an error."""
-        try:
-            return yaml.safe_load(yaml.serialize(node))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            problem = getattr(error, "problem", None) or "not a value"
-            raise self.error(node, f"{self.name(key)} cannot be read ({problem})") from error
-
-    def optional(self, key: str, kind: type[T], *, least: float | None = None) -> T | None:
-        self.taken.add(key)
-        return self.take(key, kind, least=least) if key in self.children else None
-
-    def section(self, key: str) -> _Section:
-        self.taken.add(key)
-        if key not in self.children:
-            raise self.error(self.node, f"{self.name(key)} is missing")
-        return _Section(self.path, self.name(key), self.children[key][1])
-
-    def done(self) -> None:
-        for key, (node, _) in self.children.items():
-            if key not in self.taken:
-                close = difflib.get_close_matches(key, self.taken, n=1)
-                hint = f"did you mean {close[0]}" if close else f"known are: {', '.join(sorted(self.taken))}"
-                raise self.error(node, f"{self.name(key)} is not a key of a study file; {hint}")
-
-
-def _study(top: _Section, path: Path) -> StudySpec:
+def _study(top: Section, path: Path) -> StudySpec:
     name = top.take("name", str)
     if not NAME.fullmatch(name):
         raise top.error(top.children["name"][1], f"name must be letters, digits, dots and dashes, not {name!r:.80}")
     engine = _engine(top.section("engine"), path.parent)
-    knobs = _knobs(top.section("knobs"), has_drafter=engine.drafter is not None)
+    knobs, of_build = _knobs(top.section("knobs"), engine, path.parent)
     workload = _workload(top.section("workload"), path.parent)
     gate = read_gate(top.section("gate"), path.parent)
     limits = _limits(top)
     top.done()
-    return StudySpec(path, name, engine, knobs, workload, gate, limits)
+    return StudySpec(path, name, engine, knobs, workload, gate, limits, of_build)
 
 
-def _engine(section: _Section, folder: Path) -> EngineSpec:
+def _engine(section: Section, folder: Path) -> EngineSpec:
     model = _model(section, "model", folder)
     drafter = _model(section, "drafter", folder) if "drafter" in section.children else None
     section.taken.add("drafter")
     args = section.take("args", dict, {})
     for name, value in args.items():
         node = section.children["args"][1]
-        if not isinstance(name, str) or not _plain(value):
+        if not isinstance(name, str) or not plain(value):
             raise section.error(
                 node, f"engine.args.{name} must be a number, text, true, false, or lists and maps of them"
             )
         if is_secret_name(name):
             raise section.error(node, f"engine.args.{name} would store a secret with the study: set HF_TOKEN instead")
+    speculation = _speculation(section, folder)
     section.done()
-    return EngineSpec(model, drafter, args)
+    return EngineSpec(model, drafter, args, speculation)
 
 
-def _plain(value: Any) -> bool:
-    """Whether JSON can hold a value as it is."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(map(_plain, value))
-    return value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value))
+def _speculation(section: Section, folder: Path) -> dict[str, dict[str, Any]]:
+    """What each method of speculation is configured with; a model among it is a hub id, or a folder made absolute."""
+    found: dict[str, dict[str, Any]] = {}
+    section.taken.add("speculation")
+    if "speculation" not in section.children:
+        return found
+    methods = section.section("speculation")
+    for method, (node, value) in methods.children.items():
+        config = methods.take(method, dict, {}) if not _is_null(value) else {}
+        if method in (MTP, NO_DRAFTS) or not NAME.fullmatch(method):
+            what = "a drafter stands under engine.drafter" if method == MTP else "it is no method of vLLM's"
+            raise section.error(node, f"engine.speculation.{method}: {what}")
+        if not plain(config) or {"method", "num_speculative_tokens"} & config.keys():
+            raise section.error(node, f"engine.speculation.{method} must map vLLM's keys but method and K to values")
+        if isinstance(config.get("model"), str):
+            config["model"] = local_model(section, node, f"engine.speculation.{method}.model", config["model"], folder)
+        found[method] = config
+    return found
 
 
-def _model(section: _Section, key: str, folder: Path) -> str:
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+
+
+def _model(section: Section, key: str, folder: Path) -> str:
     """A hub id as it stands, or a folder (written ./like/this) made absolute."""
     name = section.take(key, str)
-    if not name.startswith((".", "/")):
-        return name
-    path = (folder / name).resolve()
-    if not (path / "config.json").is_file():
-        raise section.error(section.children[key][1], f"{section.name(key)}: no model in {path} (no config.json)")
-    return str(path)
+    return local_model(section, section.children[key][1], section.name(key), name, folder)
 
 
-def _knobs(section: _Section, *, has_drafter: bool) -> tuple[Knob, ...]:
-    knobs = []
+def _knobs(section: Section, engine: EngineSpec, folder: Path) -> tuple[tuple[Knob, ...], tuple[builds.BuildKnob, ...]]:
+    """The live knobs, and those that an engine is built with."""
+    knobs: list[Knob] = []
+    of_build: list[builds.BuildKnob] = []
     for name, (node, _) in section.children.items():
         if name not in KNOWN:
-            close = difflib.get_close_matches(name, KNOWN, n=1)
-            hint = f"did you mean {close[0]}" if close else f"known are: {', '.join(KNOWN)}"
-            raise section.error(node, f"knobs.{name} is not a known knob; {hint}")
-        if KNOWN[name].needs_drafter and not has_drafter:
+            close = difflib.get_close_matches(name, [*KNOWN, METHOD], n=1, cutoff=0.8)
+            if close and name != METHOD:
+                raise section.error(node, f"knobs.{name} is not a known knob; did you mean {close[0]}")
+            of_build.append(read_build_knob(section.section(name), name, of_build, engine.methods, folder))
+            continue
+        if KNOWN[name].needs_mtp and engine.drafter is None:
             raise section.error(node, f"knobs.{name} needs a drafter, and engine.drafter is not set")
+        if KNOWN[name].needs_drafter and not engine.methods:
+            what = "a drafter or another method, and neither engine.drafter nor engine.speculation is set"
+            raise section.error(node, f"knobs.{name} needs {what}")
         part = section.section(name)
         low = part.take("low", int, least=KNOWN[name].minimum)
         high = part.take("high", int)
@@ -363,12 +298,18 @@ def _knobs(section: _Section, *, has_drafter: bool) -> tuple[Knob, ...]:
         if knob.default is not None and (not low <= knob.default <= high or (knob.default - low) % knob.step):
             raise part.error(node, f"knobs.{name}: default ({knob.default}) is not a value of the range")
         knobs.append(knob)
-    if not knobs:
+    if not knobs and not of_build:
         raise section.error(section.node, "knobs names no knob to search")
-    return tuple(sorted(knobs, key=lambda knob: list(KNOWN).index(knob.name)))
+    if len(engine.methods) > 1 and METHOD not in (knob.name for knob in of_build):
+        several = " and ".join(engine.methods)
+        raise section.error(section.node, f"engine has several methods of speculation ({several}): make method a knob")
+    count = sum(1 for _ in itertools.islice(builds.all_builds(of_build), builds.MOST_BUILDS + 1))
+    if count > builds.MOST_BUILDS:
+        raise section.error(section.node, f"knobs stand for more than {builds.MOST_BUILDS:,} different engines")
+    return tuple(sorted(knobs, key=lambda knob: list(KNOWN).index(knob.name))), tuple(of_build)
 
 
-def _workload(section: _Section, folder: Path) -> WorkloadSpec:
+def _workload(section: Section, folder: Path) -> WorkloadSpec:
     prompts = folder / section.take("prompts", str)
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
@@ -394,7 +335,7 @@ def _workload(section: _Section, folder: Path) -> WorkloadSpec:
     return WorkloadSpec(prompts, tokens, precision, most, control_prompts, control_trials, warmup)
 
 
-def _limits(top: _Section) -> LimitSpec:
+def _limits(top: Section) -> LimitSpec:
     if "limits" not in top.children:
         top.taken.add("limits")
         return LimitSpec()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -179,18 +179,20 @@ class SharedStorage(RDBStorage):
         return found
 
 
-def ask(study: optuna.Study, distributions: Mapping[str, BaseDistribution]) -> optuna.Trial:
+def ask(
+    study: optuna.Study, distributions: Callable[[Mapping[str, Any]], Mapping[str, BaseDistribution]]
+) -> optuna.Trial:
     """A trial that Optuna proposes: `study.ask`, with one reading of the others and one transaction for what it draws.
 
+    What its knobs are drawn from is told by the values that it was enqueued with, if it was.
     The trial is made in a transaction of its own, for which others wait; drawing keeps nobody waiting.
     """
     storage = shared_storage(study)
-    if storage is None:
-        return study.ask(dict(distributions))
-    with storage.reading_once():
+    with storage.reading_once() if storage is not None else nullcontext():
         trial = study.ask()
-        with storage.together():
-            for name, distribution in distributions.items():
+        with storage.together() if storage is not None else nullcontext():
+            enqueued = trial._cached_frozen_trial.system_attrs.get("fixed_params", {})
+            for name, distribution in distributions(enqueued).items():
                 trial._suggest(name, distribution)
     return trial
 

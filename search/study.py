@@ -16,16 +16,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from kernels.patches.base import PatchRefusedError
 from kernels.plugin import switched_on
+from search import builds
 from search.confirm import confirm
 from search.engine.protocol import Setting
 from search.errors import LostClaimError, SearchError, SpooledError, UsageError
 from search.inputs import check_inputs
-from search.knobs import TOP_K, WINDOW, Knob, canonical
+from search.knobs import TOP_K, WINDOW, Knob
 from search.lease import lease
 from search.owner import owner_name
 from search.recovery import close, end_orphans, open_study, recover, settle, tell
 from search.samplers import Problem, Reference, make_sampler, trial_seed
-from search.samplers.gated import GatedSampler, asked_on_all, worth_another
+from search.samplers.gated import asked_on_all
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
 from search.stages import Observer
@@ -45,6 +46,7 @@ from search.store import (
 )
 from search.summary import Summary, summarize
 from search.trial import Laboratory
+from search.turns import Turns
 
 PATCH_KEY = "environment.{}"  # of a study's definition
 FAILURES_IN_A_ROW = 10  # of one cause
@@ -161,7 +163,9 @@ def _search(
     if store.finished() < options.trials:
         problem = _reference_first(spec, options, study, store, laboratory, observer)
         observer.opened(store.finished(), options.trials)
-        _loop(options, problem, study, store, laboratory, observer, started)
+        default = default_setting(spec, laboratory.native)
+        turns = Turns(spec, options.trials, options.seed, problem, default, observer.note)
+        _loop(options, turns, study, store, laboratory, observer, started)
     if options.confirm and options.engine == "vllm" and store.front():
         observer.searched(summarize(store, laboratory.engine_starts, time.perf_counter() - started))
         confirm(spec, store, laboratory, observer, options.confirm, options.logs)
@@ -194,7 +198,10 @@ def _reference_first(
         try:
             laboratory.measure_reference()
             if not study.get_trials(deepcopy=False):
-                study.enqueue_trial(default_setting(spec, native))
+                first = builds.base(spec.build_knobs)
+                live = {k.name for k in spec.knobs_of(first)}
+                default = default_setting(spec, native)
+                study.enqueue_trial(first | {name: v for name, v in default.items() if name in live})
                 enqueue(study, _problem(spec, options, store), observer.note)
         finally:
             store.free_unfinished_slot(REFERENCE)
@@ -216,7 +223,7 @@ def _database_errors(url: str) -> Iterator[None]:
 
 
 def default_setting(spec: StudySpec, native: Mapping[str, Any]) -> Setting:
-    """The setting tried first: each knob's `default`, else the model's own value, else the middle."""
+    """The setting tried first: each live knob's `default`, else the model's own value, else the middle."""
     return {k.name: k.default if k.default is not None else _own_value(k, native) for k in spec.knobs}
 
 
@@ -231,12 +238,14 @@ def _problem(spec: StudySpec, options: Options, store: Store) -> Problem:
     found = store.outcome(REFERENCE)
     assert found is not None and found.ceiling is not None and found.ppl is not None and found.tps is not None
     prior = read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
-    return Problem(spec.knobs, found.ceiling, Reference(found.setting, found.ppl, found.tps), prior)
+    first = builds.base(spec.build_knobs)
+    reference = Reference(found.setting, found.ppl, found.tps)
+    return Problem(spec.knobs_of(first), found.ceiling, reference, prior, first)
 
 
 def _loop(
     options: Options,
-    problem: Problem,
+    turns: Turns,
     study: optuna.Study,
     store: Store,
     laboratory: Laboratory,
@@ -246,7 +255,8 @@ def _loop(
     failed: list[Outcome] = []  # in a row
     owner, note = owner_name(), observer.note
     while options.timeout_s is None or time.perf_counter() - started < options.timeout_s:
-        if options.stop_early and not worth_another(study):
+        problem = turns.problem(study, laboratory.build, laboratory.slower, stop_early=options.stop_early)
+        if problem is None:
             note(NOT_WORTH.format(store.finished()))
             return
         slot = store.take_slot(options.trials, owner)
@@ -261,8 +271,8 @@ def _loop(
             for attempt in range(ASKS):
                 seed = trial_seed(options.seed, slot, len(failed) + 100 * attempt)
                 study.sampler = make_sampler(options.sampler, problem, seed)
-                trial = patiently(lambda: ask(study, problem.distributions), note)
-                key = setting_key(canonical(trial.params, laboratory.native))
+                trial = patiently(partial(ask, study, partial(turns.distributions, problem)), note)
+                key = setting_key(laboratory.spelled(trial.params))
                 last = attempt == ASKS - 1
                 elsewhere = store.claim(slot, owner, trial.number, key, wait=last)
                 if elsewhere is None or last:
@@ -271,7 +281,7 @@ def _loop(
             assert trial is not None
             if elsewhere is not None:  # there is hardly another setting left
                 _wait_for(elsewhere, study, store)
-            on_all = isinstance(study.sampler, GatedSampler) and asked_on_all(study, trial)
+            on_all = options.sampler == "gated" and asked_on_all(study, trial)
             outcome = laboratory.run(trial.number, trial.params, slot, on_all=on_all)
             _tell(study, outcome, trial, note)
         except SpooledError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from search.errors import SearchError
 from search.gates import refusers
+from search.knobs import METHOD
 from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 
 
@@ -16,8 +17,9 @@ from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 class Summary:
     """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended.
 
-    `cards` says how many trials were measured on each, `gates` of each gate its limit, the reference setting's figure,
-    and how many trials it refused.
+    `methods` has the fastest trial that passed with each method of speculation, where that is searched (tokens a
+    second). `cards` says how many trials were measured on each, `gates` of each gate its limit, the reference setting's
+    figure, and how many trials it refused.
     """
 
     study: str
@@ -28,6 +30,7 @@ class Summary:
     ceiling: float | None
     front: list[dict[str, Any]]
     cards: dict[str, int]
+    methods: dict[str, float]
     best: dict[str, Any] | None
     wall_s: float
     engine_starts: int
@@ -48,6 +51,7 @@ class Summary:
             "ceiling": self.ceiling,
             "front": self.front,
             "cards": self.cards,
+            "methods": self.methods,
             "best": self.best,
             "confirmed": _confirmed(self.winner),
             "drift": self.drift,
@@ -86,6 +90,7 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         ceiling=reference.ceiling,
         front=front,
         cards=dict(Counter(outcome.card for outcome in outcomes if outcome.card and outcome.state != "FAIL")),
+        methods=_by_method(outcomes),
         best=front[-1] if front else None,
         wall_s=wall_s,
         engine_starts=engine_starts,
@@ -107,6 +112,15 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
 def _others(gates: Mapping[str, Any]) -> dict[str, float]:
     """Figures of the gates beside perplexity."""
     return {name: found["figure"] for name, found in gates.items() if found and name != "ppl"}
+
+
+def _by_method(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        if METHOD in outcome.setting and outcome.tps is not None and outcome.state == "COMPLETE":
+            method = str(outcome.setting[METHOD])
+            found[method] = max(outcome.tps, found.get(method, 0.0))
+    return found
 
 
 def _confirmed(found: Confirmation | None) -> dict[str, Any] | None:

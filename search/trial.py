@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from search import broken, speed
+from search import broken, builds, speed
 from search.card import card_of
 from search.engine import gpu
 from search.engine.process import WorkerError
-from search.engine.protocol import Load, Loaded, Setting
+from search.engine.protocol import KnobValue, Loaded, Setting
 from search.engine.session import EngineSession, insist
 from search.errors import SearchError
 from search.gates import Finding
@@ -46,20 +46,18 @@ class Laboratory:
         self._spec = spec
         self._store = store
         self._simulated = engine != "vllm"
-        load = Load(
-            model=spec.engine.model,
-            drafter=spec.engine.drafter,
-            args=spec.engine.args,
-            limits={knob.name: knob.largest for knob in spec.knobs},
-            seed=seed,
-        )
+        self._base = builds.base(spec.build_knobs)
+        self._natives: dict[str, Setting] = {}  # what engines declared, by their build
+        measured = [o for o in store.outcomes() if o.state != "FAIL"] if spec.build_knobs else []
+        latest = max(measured, key=lambda o: o.trial, default=None)  # a search goes on with the build that it was at
 
         def announce() -> None:
             observer.stage(REFERENCE, {}, "start", 0, 1)
 
         self._session = EngineSession(
             engine,
-            load,
+            lambda setting: spec.load(setting, seed),
+            self._base if latest is None else latest.setting,
             spec.limits,
             logs,
             store,
@@ -90,8 +88,22 @@ class Laboratory:
 
     @property
     def native(self) -> Setting:
-        """What the model declares for each knob; starts the engine if there is none."""
-        return self._session.loaded().native
+        """What the model declares for each live knob; starts the engine if there is none."""
+        self._session.loaded()
+        native = self._native_of(self._base)
+        assert native is not None  # the first engine of a study is the reference's
+        return native
+
+    def _native_of(self, setting: Mapping[str, KnobValue]) -> Setting | None:
+        """What the engine of a setting declares; None where there has been none of that build."""
+        key = setting_key(self._spec.build_of(setting))
+        if key not in self._natives:
+            self._natives |= {setting_key(e.facts.get("build", {})): e.native for e in self._store.environments()}
+        return self._natives.get(key)
+
+    def spelled(self, setting: Mapping[str, KnobValue]) -> Setting:
+        """A setting in its one spelling, as far as that can be told without starting an engine."""
+        return canonical(setting, self._native_of(setting) or {})
 
     @property
     def engine_starts(self) -> int:
@@ -103,6 +115,15 @@ class Laboratory:
         """The card that is measured on; starts the engine if there is none."""
         self._session.loaded()
         return self._environment().card
+
+    @property
+    def build(self) -> Setting:
+        """The build of the engine that runs, or will."""
+        return self._session.build
+
+    def slower(self, build: Setting) -> float:
+        """How many times as long the reference setting takes on an engine built so; 1 where it is not known."""
+        return self._throughput.slower(build)
 
     def end_worker(self) -> None:
         """End the worker; a later measurement starts another."""
@@ -155,6 +176,8 @@ class Laboratory:
         """Measure the reference setting on this card, to put its figures on one scale with the first card's."""
         first = reference_passes(self._store, None)[0]
         began = next(e for e in self._store.environments() if e.id == first.environment_id)
+        self._session.use(first.setting)
+        self._session.loaded()
         check_same_build(began, self._environment())
 
         def measure() -> list[Measurement]:
@@ -184,9 +207,16 @@ class Laboratory:
             SearchError: no engine can be started any more, or the store cannot be written: rows then wait in the spool.
         """
         started = time.perf_counter()
-        asked = canonical(setting, self.native)
-        known = None if on_all else self._store.measured(asked)
         rows: list[Measurement] = []
+        try:
+            if self._native_of(setting) is None:
+                self._start_for(setting)
+        except WorkerError as error:
+            outcome = self._failed(trial, canonical(setting, {}), started, error)
+            self._store.finish(outcome, rows, None)
+            return outcome
+        asked = self.spelled(setting)
+        known = None if on_all else self._store.measured(asked)
         if known is not None:
             outcome = self._reused(trial, known, started)
         elif (cause := self._hopeless(asked)) is not None:
@@ -218,7 +248,21 @@ class Laboratory:
         """
         return insist(attempt, lambda error: self._observer.note(f"{what} is measured again: {error}"))
 
+    def _start_for(self, setting: Mapping[str, KnobValue]) -> None:
+        """Have the engine of a setting run.
+
+        Raises:
+            WorkerError: it does not start, which is the fault of its build.
+            SearchError: it does not start, and is the reference's.
+        """
+        self._session.use(setting)
+        if self._session.build == self._base:
+            self._session.loaded()
+        else:
+            self._session.require()
+
     def _apply(self, trial: int, setting: Setting) -> Setting:
+        self._start_for(setting)
         with self._session.within("apply"):
             self._observer.stage(trial, setting, "apply", 0, 1)
             started = time.perf_counter()
@@ -281,7 +325,8 @@ class Laboratory:
         answered: list[tuple[Finding, Measurement]] = []
 
         def measure() -> tuple[Setting, Measurement, speed.Throughput, list[Measurement]]:
-            setting = canonical({DRAFTS: 0}, self.native)
+            self._session.use(self._base)
+            setting = canonical({DRAFTS: 0, **self._base}, self._session.loaded().native)
             effective = self._apply(REFERENCE, setting)
             with self._session.within("gate"):
                 gated = self._perplexity.measure_reference(setting, effective)
@@ -365,6 +410,8 @@ class Laboratory:
             self._store.add_facts(environment, {f"gpu_{name}_at_end": now[name] for name in kept})
 
     def _store_environment(self, loaded: Loaded, log: Path) -> int:
+        build = self._session.build
+        self._natives[setting_key(build)] = loaded.native
         return self._store.add_environment(
             Environment(
                 study=self._store.study,
@@ -373,7 +420,7 @@ class Laboratory:
                 drafter_hash=loaded.drafter_hash,
                 build_hash=loaded.build_hash,
                 native=loaded.native,
-                facts=loaded.environment,
+                facts=loaded.environment | ({"build": build} if build else {}),
                 card=card_of(loaded.environment),
                 log=str(log.resolve())[-500:],
                 start_s=loaded.start_s,

@@ -54,7 +54,7 @@ PARTS = ("take_slot", "ask", "claim", "finish", "tell")
 class InProcess:
     """A worker without a process: answers at once."""
 
-    def __init__(self, engine: str, log: Path, ledger: object = None) -> None:
+    def __init__(self, engine: str, log: Path, ledger: object = None, environment: object = None) -> None:
         self._engine = SimulatedEngine()
         self.log = log
         self.left_on_gpu: dict[str, int] = {}

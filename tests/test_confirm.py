@@ -27,7 +27,6 @@ class MadeUpLaboratory:
     """Plain decoding as the made-up server does it."""
 
     def __init__(self):
-        self.native = {"sliding_window": 512, "centroid_top_k": 32, "num_speculative_tokens": 0}
         self.plain = self
         self.card = "card 0"
         self.ended = 0
@@ -66,7 +65,8 @@ def confirm(study_folder, tmp_path, monkeypatch):
         Environment(study="s", simulated=False, native={}, facts={}, start_s=1.0, **hashes)
     )
     common = {"study": "s", "wall_s": 1.0, "state": "COMPLETE", "ceiling": 2.8, "ppl": 2.7183, "simulated": False}
-    store.finish(Outcome(trial=REFERENCE, setting={}, setting_key="r", tps=100.0, **common))
+    native = {"sliding_window": 512, "centroid_top_k": 32, "num_speculative_tokens": 0}
+    store.finish(Outcome(trial=REFERENCE, setting=native, setting_key="r", tps=100.0, **common))
     for trial, top_k in enumerate((16, 32)):
         setting = {**EFFECTIVE, "centroid_top_k": top_k}
         speed = Measurement(

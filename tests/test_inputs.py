@@ -10,8 +10,9 @@ from search.data import read_prompts, read_records
 from search.errors import UsageError
 from search.folder import read_manifest
 from search.inputs import check_inputs
+from search.section import line_of
 from search.sources import read_given_prompts, read_given_records, read_text
-from search.spec import line_of, read_study
+from search.spec import read_study
 
 
 @pytest.fixture

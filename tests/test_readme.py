@@ -10,6 +10,7 @@ from conftest import MINIATURE, ROOT
 from readme import README, command, commands
 from sqlalchemy import inspect
 
+from search.spec import read_study
 from search.store import open_engine
 
 # Each of its commands, and what runs it. Those on a real vLLM: test_vllm.py, in this order, with fewer trials.
@@ -52,8 +53,22 @@ def test_its_python_runs(searched, tmp_path, monkeypatch):
     assert len(names["study"].trials) >= 60
 
 
+def yaml_blocks():
+    return re.findall(r"^```yaml\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_its_other_knobs_are_read(study_folder):
+    _, block = yaml_blocks()
+    engine, knobs = block.split("knobs:\n")
+    file = study_folder / "study.yaml"
+    text = file.read_text().replace("engine:\n", engine)
+    file.write_text(text.replace("knobs:\n", f"knobs:\n{knobs}"))
+    names = [knob.name for knob in read_study(study_folder).build_knobs]
+    assert names == ["method", "speculation.prompt_lookup_min", "max_num_batched_tokens"]
+
+
 def test_its_study_file_is_the_miniatures():
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    block, _ = yaml_blocks()
     assert block == (MINIATURE / "study.yaml").read_text().partition("\n")[2]  # but for what it says of itself
 
 

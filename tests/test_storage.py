@@ -32,7 +32,7 @@ def end(study, trial, state, values=None, constraint=0.1):
 
 def test_what_samplers_read_is_what_optuna_has(study, database_url):
     study.enqueue_trial({"sliding_window": 64, "num_speculative_tokens": 3})
-    trials = [ask(study, RANGES) for _ in range(4)]
+    trials = [ask(study, lambda _: RANGES) for _ in range(4)]
     end(study, trials[0], TrialState.COMPLETE, [100.0, 2.5], -0.2)
     end(study, trials[1], TrialState.PRUNED)
     study.tell(trials[2], state=TrialState.FAIL)
@@ -46,7 +46,7 @@ def test_what_samplers_read_is_what_optuna_has(study, database_url):
 
 
 def test_a_trial_that_has_ended_keeps_what_it_was_told_first(study, database_url):
-    trial = ask(study, RANGES)
+    trial = ask(study, lambda _: RANGES)
     end(study, trial, TrialState.COMPLETE, [100.0, 2.5])
     with pytest.raises(UpdateFinishedTrialError):
         end(study, trial, TrialState.PRUNED, constraint=0.7)
@@ -56,7 +56,7 @@ def test_a_trial_that_has_ended_keeps_what_it_was_told_first(study, database_url
 
 def test_a_study_that_was_made_elsewhere_is_asked_and_told_too():
     study = optuna.create_study(directions=["maximize", "minimize"])
-    trial = ask(study, RANGES)
+    trial = ask(study, lambda _: RANGES)
     end(study, trial, TrialState.COMPLETE, [100.0, 2.5])
     (found,) = study.get_trials()
     assert set(found.params) == set(RANGES) and found.constraints == {"ppl": 0.1} and found.user_attrs == {"card": "a"}
@@ -73,13 +73,13 @@ def test_what_was_written_together_is_not_there_when_it_broke_off(study, databas
     with pytest.raises(RuntimeError):
         broken_off()
     assert as_optuna_has_it(database_url)[0].params == {}
-    trial = ask(study, RANGES)  # and nothing is left open
+    trial = ask(study, lambda _: RANGES)  # and nothing is left open
     assert as_optuna_has_it(database_url)[1].params == trial.params
 
 
 def test_a_trial_of_another_searcher_is_seen_by_the_next_ask(study, database_url):
     other = open_study(database_url, "s", open_engine(database_url))
-    theirs = ask(other, RANGES)
+    theirs = ask(other, lambda _: RANGES)
     seen = []
 
     class Looking(optuna.samplers.RandomSampler):
@@ -88,7 +88,7 @@ def test_a_trial_of_another_searcher_is_seen_by_the_next_ask(study, database_url
             return {}
 
     study.sampler = Looking()
-    ask(study, RANGES)
+    ask(study, lambda _: RANGES)
     assert seen[0][theirs.number] == theirs.params
     end(other, theirs, TrialState.COMPLETE, [100.0, 2.5])
     assert study.get_trials(deepcopy=False)[theirs.number].values == [100.0, 2.5]

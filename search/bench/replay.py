@@ -243,7 +243,7 @@ def replay(
     enqueue(study, problem, lambda _: None)
     steps: list[Step] = []
     seconds = 0.0
-    while len(steps) < trials and not (stop and not worth_another(study)):
+    while len(steps) < trials and not (stop and not worth_another(study.get_trials(deepcopy=False))):
         started = time.perf_counter()
         study.sampler = make(problem, trial_seed(seed, len(steps), 0))
         trial = study.ask(problem.distributions)

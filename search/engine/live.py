@@ -15,6 +15,8 @@ speculative tokens (K)  the scheduler's table of K by batch size. At K = 0 the r
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +24,9 @@ from kernels import plugin
 from kernels.patches.base import PatchRefusedError
 from search.engine.graphs import GraphRunner
 from search.engine.protocol import EngineError, Setting
-from search.knobs import DRAFTS, TOP_K, WINDOW
+from search.knobs import DRAFTS, METHOD, NO_DRAFTS, TOP_K, VARIABLE, WINDOW
+
+HELD_AS = {"kv_cache_dtype": "cache_dtype"}  # arguments whose value vLLM keeps under another name
 
 
 class LiveKnobs:
@@ -54,6 +58,23 @@ class LiveKnobs:
         self.model = runner.model
         self._max_drafts = int(self._scheduler.num_spec_tokens)
         self._speculation = self._runner.speculative_config
+
+    @property
+    def variable_drafts(self) -> bool:
+        """Whether a step may draft fewer tokens than K."""
+        return self._speculation is not None and self._speculation.method in VARIABLE
+
+    @property
+    def drafts(self) -> int:
+        """K as it will act: the most tokens that a step drafts."""
+        if self._speculation is None:
+            return 0
+        table = self._scheduler.dynamic_sd_lookup
+        return int(table[-1]) if table else self._max_drafts
+
+    def built(self, asked: Setting) -> Setting:
+        """What acts of the build knobs in `asked`; those that vLLM keeps under no name of theirs are not among them."""
+        return built_values(self._runner.vllm_config, self._runner, asked)
 
     def apply(self, setting: Setting) -> None:
         """Put the knobs named in `setting` to their values; the engine must be idle."""
@@ -117,6 +138,8 @@ class LiveKnobs:
             raise EngineError("bad-setting", f"K {drafts} is not within 0 … {self._max_drafts}, as built.")
         if self._speculation is not None:
             self._scheduler.dynamic_sd_lookup = [drafts] * (self._scheduler.max_num_running_reqs + 1)
+            if self._speculation.method == "suffix" and drafts:  # it holds its own K against the scheduled one
+                self._runner.drafter.num_speculative_tokens = drafts
             if self._graphs is not None:
                 self._graphs.set_drafts(drafts, self._scheduler)
             else:
@@ -147,6 +170,48 @@ def acting_values(runner: Any, head: Any | None = None) -> Setting:
             raise EngineError("mismatch", f"Top-k is {top_k}, but {head.num_selected} tokens are selected.")
         acting[TOP_K] = top_k
     return acting | plugin.acting()
+
+
+def built_values(config: Any, runner: Any, asked: Setting) -> Setting:
+    """What an engine was built with, of the build knobs in `asked`: found in vLLM's configuration, or in what acts.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        runner: its model runner.
+        asked: values by knob; one whose name stands nowhere in the configuration is left out.
+    """
+    found: Setting = {}
+    for name, value in asked.items():
+        if name in ("model", "drafter"):  # files, which have hashes of their own
+            continue
+        if name == METHOD:
+            speculation = runner.speculative_config
+            method = speculation.method if speculation is not None else NO_DRAFTS
+            # A drafter's method is named after its model: gemma4_mtp is mtp.
+            found[name] = value if str(method).endswith(str(value)) else str(method)
+        elif name == "attention_backend":
+            backends = {g.backend.get_name() for by_cache in runner.attn_groups for g in by_cache}
+            found[name] = backends.pop() if len(backends) == 1 else ", ".join(sorted(backends))
+        elif name.startswith("env."):
+            found[name] = os.environ.get(name.removeprefix("env."), "")
+            found[name] = value if found[name] == str(value) else found[name]
+        else:
+            held = _held(config, HELD_AS.get(name, name.removeprefix("speculation.")).split("."))
+            if type(held) is type(value) and value != "auto":
+                found[name] = held
+    return found
+
+
+def _held(config: Any, path: list[str]) -> Any:
+    """A value of vLLM's configuration by its name, or by the names of a map and of a key of it; None if not there."""
+    parts = [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]
+    for part in parts:
+        at: Any = part
+        for key in path:
+            at = at.get(key) if isinstance(at, dict) else getattr(at, key, None)
+        if at is not None:
+            return at
+    return None
 
 
 def _sliding_layers(runner: Any) -> list[Any]:

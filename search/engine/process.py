@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -51,16 +52,18 @@ class Worker:
         engine: a key of `search.engine.worker.ENGINES`, or module:Class of another engine.
         log: file that receives the child's output, appended to.
         ledger: told of its processes.
+        environment: what it finds there besides this process's own.
     """
 
-    def __init__(self, engine: str, log: Path, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, engine: str, log: Path, ledger: Ledger | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         request_read, self._request_write = os.pipe()
         self._reply_read, reply_write = os.pipe()
         command = [sys.executable, "-m", "search.engine.worker", engine, str(request_read), str(reply_write)]
         self._oom_kills = _oom_kills()
-        self._group = ProcessGroup(
-            command, log, with_preload(dict(os.environ)), "worker", ledger, pass_fds=(request_read, reply_write)
-        )
+        env = with_preload({**os.environ, **(environment or {})})
+        self._group = ProcessGroup(command, log, env, "worker", ledger, pass_fds=(request_read, reply_write))
         os.close(request_read)
         os.close(reply_write)
         self._buffer = b""

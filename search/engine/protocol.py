@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-KnobValue = int | float | str
+KnobValue = bool | int | float | str
 Setting = dict[str, KnobValue]
 
 
@@ -23,7 +23,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(Message, frozen=True):
     """Build an engine that can take every value of the live knobs.
 
-    `limits` holds the largest value each live knob may take.
+    `limits` holds the largest value each live knob may take. `args` are the arguments that all engines of a study
+    share, `build_args` what this one has over them, and `build` the knobs behind that, which are read back.
+    `speculation` is vLLM's speculative_config but for drafter and K, empty for a drafter that says itself what it is.
+    `environment` was set before the worker started.
     """
 
     model: str
@@ -31,6 +34,10 @@ class Load(Message, frozen=True):
     args: dict[str, Any]
     limits: Setting
     seed: int = 0
+    build: Setting = {}
+    build_args: dict[str, Any] = {}
+    speculation: dict[str, Any] = {}
+    environment: dict[str, str] = {}
 
 
 class Apply(Message, frozen=True):
@@ -92,7 +99,8 @@ class Loaded(Message, frozen=True):
     """The engine stands. `native` is what the model itself declares for each knob.
 
     `step_bytes` are the weights that every decoding step reads, at the least, and `bandwidth` is the peak of the memory
-    that they lie in (bytes a second); None where they are not known.
+    that they lie in (bytes a second); None where they are not known. With `variable_drafts` a step may draft fewer
+    tokens than K, or none.
     """
 
     native: Setting
@@ -104,6 +112,7 @@ class Loaded(Message, frozen=True):
     start_s: float
     step_bytes: int | None = None
     bandwidth: float | None = None
+    variable_drafts: bool = False
 
 
 class Applied(Message, frozen=True):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from search.engine.group import Ledger
 from search.engine.process import R, Worker, WorkerError
-from search.engine.protocol import Load, Loaded, Request
+from search.engine.protocol import KnobValue, Load, Loaded, Request, Setting
 from search.errors import SearchError
 from search.spec import LimitSpec
 
@@ -40,7 +40,8 @@ class EngineSession:
 
     Args:
         engine: what `search.engine.process.Worker` takes.
-        load: how to build the engine, each time it is started.
+        load_of: how to build the engine that a setting needs.
+        first: the setting that the first engine is for.
         limits: how long each stage may take, and how long the worker may be silent.
         logs: folder for the workers' logs.
         ledger: told of the workers' processes.
@@ -53,7 +54,8 @@ class EngineSession:
     def __init__(
         self,
         engine: str,
-        load: Load,
+        load_of: Callable[[Mapping[str, KnobValue]], Load],
+        first: Mapping[str, KnobValue],
         limits: LimitSpec,
         logs: Path,
         ledger: Ledger,
@@ -63,7 +65,8 @@ class EngineSession:
         note: Callable[[str], None],
     ) -> None:
         self._engine = engine
-        self._load = load
+        self._load_of = load_of
+        self._load = load_of(first)
         self._limits = limits
         self._logs = logs
         self._ledger = ledger
@@ -77,11 +80,34 @@ class EngineSession:
         self.environment_id = 0
         self.starts = 0
 
+    @property
+    def build(self) -> Setting:
+        """The values of the build knobs that the engine has, or will have."""
+        return self._load.build
+
+    def use(self, setting: Mapping[str, KnobValue]) -> None:
+        """Be ready for a setting: an engine that was built for another one's build knobs is ended."""
+        load = self._load_of(setting)
+        if load != self._load:
+            self.end()
+            self._load = load
+
     def loaded(self) -> Loaded:
         """What the running engine said of itself; starts one if there is none.
 
         Raises:
             SearchError: the engine does not start.
+        """
+        try:
+            return self.require()
+        except WorkerError as error:
+            raise SearchError(f"The engine did not start ({error.kind}): {error} (log: {error.log})") from error
+
+    def require(self) -> Loaded:
+        """The same where an engine that does not start is the setting's fault.
+
+        Raises:
+            WorkerError: the engine does not start.
         """
         if self._loaded is not None:
             return self._loaded
@@ -93,7 +119,8 @@ class EngineSession:
         try:
             return insist(self._start, before_another)
         except WorkerError as error:
-            raise SearchError(f"The engine did not start ({error.kind}): {error} (log: {error.log})") from error
+            error.stage = error.stage or "build"
+            raise
 
     @contextmanager
     def within(self, stage: str) -> Iterator[None]:
@@ -144,7 +171,7 @@ class EngineSession:
         self.starts += 1
         self._deadline = time.monotonic() + self._limits.build_s
         log = self._logs / f"worker-{time.strftime('%Y%m%d-%H%M%S')}-{self.starts}.log"
-        self._worker = Worker(self._engine, log, self._ledger)
+        self._worker = Worker(self._engine, log, self._ledger, self._load.environment)
         try:
             loaded = self._worker.ask(self._load, Loaded, self._limits.stall_s, self._deadline)
         except BaseException:

@@ -31,7 +31,7 @@ from search.engine.protocol import (
     Solve,
     Solved,
 )
-from search.knobs import DRAFTS, WINDOW
+from search.knobs import DRAFTS, MTP, NO_DRAFTS, TOP_K, VARIABLE, WINDOW
 from search.landscapes.a10g import A10G
 from search.landscapes.miniature import MINIATURE
 
@@ -41,6 +41,10 @@ DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so 
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
 RECORD_SPREAD = 0.05  # standard deviation of ln perplexity between records
 MOST_ACCEPTED = 0.98
+BROKEN = "broken"  # a value of a build knob with which no engine starts
+FP8_LOSS = 0.01  # nats a token, that a KV cache of eight bits costs
+BUILD_SPREAD = 0.05  # of ln step time, between engines that are built in different ways
+NGRAM_FOUND = 0.4  # share of steps in which looking up finds a draft
 COLLAPSE = (0.15, 0.45)  # of the model's own window: below a share between these a task is answered wrongly
 EASE_SHIFT = 0.05  # with it the mean time of all prompts is the law's, although no draft is accepted more than always
 
@@ -53,7 +57,14 @@ class SimulatedEngine:
     def load(self, request: Load) -> Loaded:
         """Any model will do; it is not opened."""
         self._limits = request.limits
+        self._build = request.build
+        if BROKEN in self._build.values():
+            raise EngineError("bad-setting", "This engine is made up not to start.")
+        method = request.speculation.get("method", MTP if request.drafter else NO_DRAFTS)
         self._setting: Setting = dict(self.landscape.native)
+        if method != MTP:
+            self._setting.pop(TOP_K, None)
+        self._found = NGRAM_FOUND if method in VARIABLE else 1.0
         self._setting |= {key: 0 for key in PATCHES if key in request.limits}
         self._noise = random.Random(request.seed)
         self._decoded = 0
@@ -65,6 +76,7 @@ class SimulatedEngine:
             build_hash=_hash("simulated", sorted(request.args.items())),
             environment={"engine": "simulated", "simulated": True},
             start_s=0.0,
+            variable_drafts=method in VARIABLE,
         )
 
     def apply(self, request: Apply) -> Applied:
@@ -79,7 +91,9 @@ class SimulatedEngine:
 
     def score(self, request: Score) -> Scored:
         """The perplexity law, with a fixed offset for each record."""
-        law = math.log(self.landscape.perplexity(self._setting))
+        law = math.log(self.landscape.perplexity(self._setting)) + FP8_LOSS * (
+            self._build.get("kv_cache_dtype") == "fp8"
+        )
         offset = random.Random(_hash("record", request.record)).gauss(0.0, RECORD_SPREAD)
         tokens = len(request.target)
         shown = [self._distribution(request, i) for i in range(tokens if request.top else 0)]
@@ -111,10 +125,10 @@ class SimulatedEngine:
     def decode(self, request: Decode) -> Decoded:
         """Steps of (verify + K draft passes), each yielding one token and the accepted drafts."""
         drafts_a_step, window = int(self._setting[DRAFTS]), int(self._setting[WINDOW])
-        law = self.landscape.decoding(self._setting)
+        law = self.landscape.decoding({**self.landscape.native, **self._setting})
         half = math.sqrt(3) * self.landscape.noise.prompt_spread
         ease = math.exp(random.Random(_hash("prompt", request.prompt_id)).uniform(-half, half) + EASE_SHIFT)
-        accepted = [min(MOST_ACCEPTED, rate * ease) for rate in law.acceptance]
+        accepted = [min(MOST_ACCEPTED, rate * ease) * self._found for rate in law.acceptance]
         steps = math.ceil(request.max_tokens / (1 + sum(accepted)))
         verify_ms, draft_ms = law.verify_ms, law.draft_ms
         if self._setting.get("FA_SLIDING"):
@@ -124,7 +138,11 @@ class SimulatedEngine:
         self._decoded += 1
         drift = DRIFT * math.sin(2 * math.pi * self._decoded / DRIFT_PERIOD)
         noise = math.exp(drift + self._noise.gauss(0.0, LATENCY_NOISE))
-        drafts = steps if drafts_a_step else 0
+        drafts = round(steps * self._found) if drafts_a_step else 0
+        luck = random.Random(_hash("build", sorted(self._build.items()))).uniform(-BUILD_SPREAD, BUILD_SPREAD)
+        if self._build:
+            verify_ms *= math.exp(luck)
+        draft_ms *= self._found == 1.0  # what is looked up takes no pass of a drafter
         return Decoded(
             prompt_id=request.prompt_id,
             tokens=request.max_tokens,

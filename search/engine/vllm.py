@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from search.engine.protocol import (
     Decode,
     Decoded,
     EngineError,
+    KnobValue,
     Load,
     Loaded,
     Sample,
@@ -60,28 +61,37 @@ class VllmEngine:
     def load(self, request: Load) -> Loaded:
         """Build the engine with the largest K that will be asked for; the window starts at the model's own."""
         started = time.perf_counter()
-        _check_args(request.args)
+        _check_args(request.args | request.build_args, request.build)
         target = model_folder(request.model)
         config = text_config(read_config(target))
         native: Setting = {DRAFTS: 0}
         if config.get("sliding_window"):
             native[WINDOW] = int(config["sliding_window"])
-        args = {**request.args, **FIXED_ARGS, "model": str(target), "seed": request.seed}
+        args = {**request.args, **request.build_args, **FIXED_ARGS, "model": str(target), "seed": request.seed}
         drafter = None
-        if request.drafter and int(request.limits.get(DRAFTS, 0)) > 0:
-            drafter = model_folder(request.drafter)
+        if name := request.drafter or request.speculation.get("model"):
+            drafter = model_folder(name)
             drafter_config = read_config(drafter)
             if drafter_config.get("use_ordered_embeddings"):
                 native[TOP_K] = int(drafter_config["centroid_intermediate_top_k"])
+        most_drafts = int(request.limits.get(DRAFTS, 0))
+        if most_drafts and (drafter or request.speculation):
+            of_drafter = {"model": str(drafter)} if drafter else {}
             args["speculative_config"] = {
-                "model": str(drafter),
-                "num_speculative_tokens": int(request.limits[DRAFTS]),
+                **request.speculation,
+                **of_drafter,
+                "num_speculative_tokens": most_drafts,
             }
+        else:
+            drafter = None
+            native.pop(TOP_K, None)
         # Built with every patch that may be asked for, so that one which does not fit is known now.
         searched = [key for key in plugin.PATCHES if key in request.limits]
         native |= {key: int(os.environ.get(key) == "1") for key in searched}
         self._llm = _build(args, [key for key in searched if request.limits[key]])
         self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
+        asked = request.build_args | request.build
+        require_built(self._live.built(asked), asked)
         gc.collect()
         gc.freeze()  # collections during a timed prompt have less to walk
         return Loaded(
@@ -96,6 +106,7 @@ class VllmEngine:
             start_s=time.perf_counter() - started,
             step_bytes=_step_bytes(self._live.model),
             bandwidth=gpu.peak_bandwidth() if torch.cuda.is_available() else None,
+            variable_drafts=self._live.variable_drafts,
         )
 
     def apply(self, request: Apply) -> Applied:
@@ -106,8 +117,9 @@ class VllmEngine:
         effective = off | self._live.read_back()
         if request.probe_tokens:
             probe = Decode(prompt_id="probe", prompt=request.probe, max_tokens=request.probe_tokens)
-            drafts = effective[DRAFTS] = _drafts_a_step(self.decode(probe))
-            _require_taken(drafts)
+            counted = _drafts_a_step(self.decode(probe))
+            effective[DRAFTS] = self._live.drafts if self._live.variable_drafts else counted
+            _require_taken(counted)
         return Applied(effective=effective, apply_s=time.perf_counter() - started)
 
     def score(self, request: Score) -> Scored:
@@ -266,11 +278,30 @@ def _drafts_a_step(counted: Decoded) -> int | float:
     return int(drafts) if drafts.is_integer() else drafts
 
 
-def _check_args(args: dict[str, Any]) -> None:
+def require_built(found: Mapping[str, KnobValue], asked: Mapping[str, KnobValue]) -> None:
+    """Require that an engine has the values of the build knobs that it was asked for.
+
+    Args:
+        found: those that were found in the engine, by knob.
+        asked: all that were asked for.
+
+    Raises:
+        EngineError: it took another value.
+    """
+    for name, value in found.items():
+        if value != asked[name]:
+            raise EngineError("mismatch", f"asked for {name} {asked[name]}, but the engine was built with {value}")
+
+
+def _check_args(args: dict[str, Any], build: Mapping[str, KnobValue]) -> None:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in args:
         if name in FIXED_ARGS or name in ("model", "speculative_config", "hf_overrides"):
             raise EngineError("bad-setting", f"engine.args.{name} is set by the search itself: remove it.")
+        if name not in known and any(knob.partition(".")[0] == name for knob in build):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise EngineError("bad-setting", f"knobs.{name} is no argument of vLLM {vllm_version}.{hint}")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""

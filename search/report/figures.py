@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from search.knobs import DRAFTS, KNOWN, SHORT, TOP_K, WINDOW
+from search.knobs import DRAFTS, SHORT, TOP_K, WINDOW
 from search.report.hypervolume import progress
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     *("#56B4E9", "#808080"),
 )
 WRITTEN_OUT = {WINDOW: "sliding window", TOP_K: "centroid top-k", DRAFTS: "speculative tokens K"}
-NAMES = {name: WRITTEN_OUT.get(name, name) for name in KNOWN}
 LEAST_FOR_IMPORTANCE = 20  # trials
 
 
@@ -37,6 +36,11 @@ class Figure:
     title: str
     alt: str
     plot: go.Figure
+
+
+def written(knob: str) -> str:
+    """A knob's name written out."""
+    return WRITTEN_OUT.get(knob, knob)
 
 
 def all_figures(study: Frames) -> list[Figure]:
@@ -62,7 +66,7 @@ def front(study: Frames) -> Figure | None:
         return None
     plot = go.Figure()
     passed, best = timed[~timed.on_front], timed[timed.on_front].sort_values("ppl")
-    plot.add_trace(_points(passed, "passed the gate", SKY, "circle"))
+    plot.add_trace(_points(study, passed, "passed the gate", SKY, "circle"))
     if not best.empty:
         errors = {
             "array": best.tps_high - best.tps,
@@ -77,7 +81,7 @@ def front(study: Frames) -> Figure | None:
                 error_y=errors,
                 mode="markers+lines",
                 name="front",
-                **_hover(best),
+                **_hover(study, best),
                 line={"color": BLUE, "shape": "hv"},
                 marker={"size": 9, "symbol": "diamond"},
             )
@@ -86,7 +90,7 @@ def front(study: Frames) -> Figure | None:
     pruned = pruned.assign(ppl=pruned.ppl_of_all)
     if not pruned.empty:
         floor = 0.97 * min([*timed.tps, study.reference.tps])
-        plot.add_trace(_points(pruned.assign(tps=floor), _pruned_words(pruned), RED, "x", timed=False))
+        plot.add_trace(_points(study, pruned.assign(tps=floor), _pruned_words(pruned), RED, "x", timed=False))
     plot.add_trace(
         go.Scatter(
             x=[study.reference.ppl],
@@ -122,7 +126,7 @@ def ppl_by_window(study: Frames) -> Figure | None:
         go.Scatter(x=by_window.index, y=by_window, mode="markers+lines", line={"color": BLUE}, name="perplexity")
     )
     plot.add_hline(y=study.ceiling, line={"color": RED, "dash": "dash"}, annotation={"text": "ceiling"})
-    plot.update_layout(xaxis_title=NAMES[WINDOW], yaxis_title="perplexity", showlegend=False)
+    plot.update_layout(xaxis_title=written(WINDOW), yaxis_title="perplexity", showlegend=False)
     under = by_window[by_window <= study.ceiling]
     words = f"the smallest window under the ceiling is {under.index.min()}" if not under.empty else "none is under it"
     return Figure("ppl", "Perplexity by window", f"Perplexity of {len(by_window)} windows; {words}.", plot)
@@ -136,11 +140,11 @@ def tps_by_knob(study: Frames) -> Figure | None:
     plot = make_subplots(1, len(knobs), shared_yaxes=True, horizontal_spacing=0.03)
     for column, knob in enumerate(knobs, start=1):
         marker = {"color": SKY, "size": 5}
-        points = go.Scatter(x=timed[knob], y=timed.tps, mode="markers", marker=marker, name=NAMES[knob])
+        points = go.Scatter(x=timed[knob], y=timed.tps, mode="markers", marker=marker, name=written(knob))
         plot.add_trace(points, row=1, col=column)
         middle = timed.groupby(knob).tps.median()
         plot.add_trace(go.Scatter(x=middle.index, y=middle, line={"color": BLUE}, name="median"), row=1, col=column)
-        plot.update_xaxes(title_text=SHORT[knob], row=1, col=column)
+        plot.update_xaxes(title_text=SHORT.get(knob, knob), row=1, col=column)
     plot.update_yaxes(title_text="tokens a second", col=1)
     plot.update_layout(showlegend=False)
     return Figure("knobs", "Tokens a second by each knob", f"{len(timed)} timed trials by {len(knobs)} knobs.", plot)
@@ -170,7 +174,7 @@ def importance(study: Frames) -> Figure | None:
     for what, colour, label in (("tps", BLUE, "tokens a second"), ("ppl_of_all", ORANGE, "perplexity")):
         plot.add_trace(
             go.Bar(
-                y=[NAMES[k] for k in found[what]],
+                y=[written(k) for k in found[what]],
                 x=list(found[what].values()),
                 orientation="h",
                 name=label,
@@ -178,7 +182,7 @@ def importance(study: Frames) -> Figure | None:
             )
         )
     plot.update_layout(xaxis_title="importance", xaxis_tickformat=".0%")
-    tops = {what: NAMES[max(values, key=lambda k: values[k])] for what, values in found.items()}
+    tops = {what: written(max(values, key=lambda k: values[k])) for what, values in found.items()}
     alt = f"What matters most: for tokens a second the {tops['tps']}, for perplexity the {tops['ppl_of_all']}."
     return Figure("importance", "What matters", alt, plot)
 
@@ -286,47 +290,57 @@ def _timed(study: Frames) -> pd.DataFrame:
 
 
 def _knobs(study: Frames) -> list[str]:
-    return [name for name in KNOWN if name in study.trials and study.trials[name].nunique() > 1]
+    return [name for name in study.knobs if study.trials[name].nunique() > 1]
 
 
-def _hover(rows: pd.DataFrame, *, timed: bool = True) -> dict[str, Any]:
+def _hover(study: Frames, rows: pd.DataFrame, *, timed: bool = True) -> dict[str, Any]:
     """What is shown of a point under the pointer: one template, and numbers, which take little room in the page."""
-    knobs = [name for name in KNOWN if name in rows]
+    knobs = list(study.knobs)
     lines = [
         "<b>trial %{customdata[0]}</b>",
-        *(f"{NAMES[name]} %{{customdata[{place}]}}" for place, name in enumerate(knobs, start=1)),
+        *(f"{written(name)} %{{customdata[{place}]}}" for place, name in enumerate(knobs, start=1)),
         "perplexity %{x:.4f}",
         *(["%{y:.1f} tok/s"] if timed else []),
     ]
-    data = rows[["trial", *knobs]].to_numpy(dtype="int32")
+    told = rows[["trial", *knobs]]
+    whole = all(pd.api.types.is_integer_dtype(told[name]) for name in told)
+    data = told.to_numpy(dtype="int32") if whole else told.astype(object).where(told.notna(), "–").to_numpy()
     return {"customdata": data, "hovertemplate": "<br>".join(lines) + "<extra></extra>"}
 
 
-def _points(rows: pd.DataFrame, name: str, colour: str, symbol: str, *, timed: bool = True) -> Any:
+def _points(study: Frames, rows: pd.DataFrame, name: str, colour: str, symbol: str, *, timed: bool = True) -> Any:
     marker = {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.75}
-    return go.Scatter(x=rows.ppl, y=rows.tps, mode="markers", name=name, marker=marker, **_hover(rows, timed=timed))
+    return go.Scatter(
+        x=rows.ppl, y=rows.tps, mode="markers", name=name, marker=marker, **_hover(study, rows, timed=timed)
+    )
 
 
 def _importances(study: Frames, what: str) -> dict[str, float]:
     """Share of what a knob explains of `what`, by knob; empty where there are too few trials to tell."""
     import optuna
 
-    knobs = _knobs(study)
     rows = study.trials.dropna(subset=[what])
+    knobs = [k for k in _knobs(study) if rows[k].notna().all()]  # not those that some engines do not have
     if len(rows) < LEAST_FOR_IMPORTANCE or len(knobs) < 2 or rows[what].nunique() < 2:
         return {}
-    ranges: dict[str, optuna.distributions.BaseDistribution] = {
-        k: optuna.distributions.IntDistribution(int(rows[k].min()), int(rows[k].max())) for k in knobs
-    }
+    rows = rows.astype({k: object for k in knobs if not pd.api.types.is_numeric_dtype(rows[k])})
+    ranges = {k: _range(rows[k]) for k in knobs}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     mirror = optuna.create_study(direction="maximize" if what == "tps" else "minimize")
     mirror.add_trials(
         [
-            optuna.trial.create_trial(
-                params={k: int(row[k]) for k in knobs}, distributions=ranges, value=float(row[what])
-            )
+            optuna.trial.create_trial(params={k: row[k] for k in knobs}, distributions=ranges, value=float(row[what]))
             for row in rows[[*knobs, what]].to_dict("records")
         ]
     )
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     return dict(optuna.importance.get_param_importances(mirror, evaluator=evaluator, params=knobs))
+
+
+def _range(values: pd.Series[Any]) -> Any:
+    """What the values of a knob are drawn from, as Optuna writes it."""
+    import optuna
+
+    if pd.api.types.is_integer_dtype(values):
+        return optuna.distributions.IntDistribution(int(values.min()), int(values.max()))
+    return optuna.distributions.CategoricalDistribution(sorted(values.unique(), key=str))

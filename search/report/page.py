@@ -11,8 +11,8 @@ import pandas as pd
 from plotly.offline import get_plotlyjs
 
 from search.gates import words as gate_words
-from search.knobs import KNOWN, words
-from search.report.figures import NAMES, all_figures
+from search.knobs import words
+from search.report.figures import all_figures, written
 
 if TYPE_CHECKING:
     from search.store.frames import Frames
@@ -47,7 +47,7 @@ def render(study: Frames, commands: list[str]) -> str:
         headline=headline(study),
         counts=study.trials.state.value_counts().to_dict() if len(study.trials) else {},
         known=int(study.trials.reused_from.notna().sum()) if len(study.trials) else 0,
-        knobs={name: NAMES[name] for name in KNOWN if name in study.trials},
+        knobs={name: written(name) for name in study.knobs},
         front=_rows(study.trials[study.trials.on_front].sort_values("ppl")) if len(study.trials) else [],
         many_cards=len(study.trials) > 0 and study.trials.card.nunique() > 1,
         finalists=_rows(study.confirmations),
@@ -71,6 +71,11 @@ def render(study: Frames, commands: list[str]) -> str:
     )
 
 
+def _setting(study: Frames, row: Any) -> str:
+    """A row's knobs in words, those that it has."""
+    return words({name: row[name] for name in study.knobs if name in row and pd.notna(row[name])})
+
+
 def headline(study: Frames) -> Headline:
     """What is claimed of the winner or, where nothing is confirmed, what the search saw of the fastest."""
     reference = study.reference
@@ -78,7 +83,7 @@ def headline(study: Frames) -> Headline:
     winners = found[found.eligible.astype(bool)]
     if len(winners):
         winner = winners.iloc[0]
-        knobs = words({name: winner[name] for name in KNOWN if name in winner})
+        knobs = _setting(study, winner)
         return Headline(
             winner.claimed,
             study.trials.tps[winner.trial] / reference.tps,
@@ -93,7 +98,7 @@ def headline(study: Frames) -> Headline:
     if not len(front):
         return Headline(None, None, None, None, "no setting passed the gate", "there is nothing to claim")
     best = front.loc[front.tps.idxmax()]
-    knobs = words({name: best[name] for name in KNOWN if name in best})
+    knobs = _setting(study, best)
     return Headline(
         best.tps,
         best.tps / reference.tps,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
 
 from search.errors import UsageError
 from search.samplers.problem import PriorPoint, Problem, Reference
@@ -65,7 +67,12 @@ def make_sampler(name: str, problem: Problem, seed: int) -> BaseSampler:
         raise UsageError(
             f"--sampler {name} needs {' and '.join(lacks)}: pip install {' '.join(lacks)}, or take --sampler tpe."
         )
-    return SAMPLERS[name](problem, seed)
+    sampler = SAMPLERS[name](problem, seed) if problem.knobs else RandomSampler(seed=seed)
+    if not problem.build:
+        return sampler
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return PartialFixedSampler(dict(problem.build), sampler)
 
 
 def trial_seed(seed: int, ordinal: int, attempt: int) -> int:

@@ -190,10 +190,10 @@ def asked_on_all(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> bool
     return bool(study._storage.get_trial(trial._trial_id).user_attrs.get(ON_ALL))
 
 
-def worth_another(study: optuna.Study, trials: int = 3) -> bool:
+def worth_another(measured: Sequence[FrozenTrial], trials: int = 3) -> bool:
     """Whether a further trial can be expected to gain anything: not after so many in a row were not worth it.
 
     Each trial that the models chose keeps what they expected of it (`expected_gain`); others break no row.
     """
-    gains = [t.user_attrs[GAIN] for t in study.get_trials(deepcopy=False) if GAIN in t.user_attrs]
+    gains = [t.user_attrs[GAIN] for t in measured if GAIN in t.user_attrs]
     return len(gains) < trials or any(gain >= STOP_BELOW for gain in gains[-trials:])

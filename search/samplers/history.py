@@ -68,7 +68,11 @@ def history(study: optuna.Study, problem: Problem, asked: int) -> History:
     """What there is to learn from; `asked` is the number of the trial that is being asked for."""
     trials: Sequence[FrozenTrial] = study.get_trials(deepcopy=False)
     names = {knob.name for knob in problem.knobs}
-    known = [t for t in trials if names <= t.params.keys() and t.number != asked]
+    known = [
+        t
+        for t in trials
+        if names <= t.params.keys() and t.number != asked and problem.build.items() <= t.params.items()
+    ]
     pending = [problem.spelled(t.params) for t in known if t.state == TrialState.RUNNING]
     finished = [t for t in known if t.state in (TrialState.COMPLETE, TrialState.PRUNED) and CONSTRAINT in t.constraints]
     return History(tuple(_measured(t, problem) for t in finished), tuple(pending))

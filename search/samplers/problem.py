@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna.distributions import BaseDistribution, IntDistribution
@@ -24,12 +24,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class Problem:
-    """The knobs, the ceiling (perplexity) and the reference of a study; `prior` are points from elsewhere."""
+    """The live knobs, the ceiling (perplexity) and the reference of a study; `prior` are points from elsewhere.
+
+    Of a study with several engine builds it is one build's: `build` are the values that its trials have in common.
+    """
 
     knobs: tuple[Knob, ...]
     ceiling: float
     reference: Reference
     prior: tuple[PriorPoint, ...] = ()
+    build: Setting = field(default_factory=dict)
 
     @property
     def quality(self) -> tuple[Knob, ...]:

@@ -79,7 +79,7 @@ def score(session: EngineSession, record: Record, top: int = 0) -> RecordScore:
 
 
 def apply(session: EngineSession, setting: Setting, probe: Prompt | None = None) -> Setting:
-    """Put the knobs to `setting`; returns what was read back.
+    """Put the live knobs to `setting`, which the engine is built for; returns what was read back, then and now.
 
     With a `probe` some tokens are decoded after it, so that K is counted and the next prompt finds a warm engine;
     without one K goes unchecked here (it shows in every prompt that is timed).
@@ -87,9 +87,12 @@ def apply(session: EngineSession, setting: Setting, probe: Prompt | None = None)
     Raises:
         WorkerError: a knob does not act as it was asked to.
     """
+    build = session.build
+    assert {name: setting.get(name) for name in build} == build, "another engine is needed for this setting"
+    live = {name: value for name, value in setting.items() if name not in build}
     tokens = list(probe.token_ids) if probe else []
-    applied = session.ask(Apply(setting=setting, probe=tokens, probe_tokens=PROBE_TOKENS if probe else 0), Applied)
-    acting = {name: applied.effective.get(name, "nothing" if probe else value) for name, value in setting.items()}
-    if acting != setting:
+    applied = session.ask(Apply(setting=live, probe=tokens, probe_tokens=PROBE_TOKENS if probe else 0), Applied)
+    acting = {name: applied.effective.get(name, "nothing" if probe else value) for name, value in live.items()}
+    if acting != live:
         raise session.refuse("mismatch", f"asked for {words(setting)}, but the engine runs {words(acting)}")
-    return applied.effective
+    return {**applied.effective, **build}

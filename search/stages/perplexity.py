@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from search import agreement, gate
+from search import agreement, builds, gate
 from search.data import Record
 from search.engine.protocol import Setting
 from search.engine.session import EngineSession
@@ -24,7 +24,7 @@ from search.gates import Finding
 from search.knobs import quality_part
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, score
-from search.store import REFERENCE, Measurement, Store
+from search.store import REFERENCE, Measurement, Store, setting_key
 
 OTHER_BUILD = (
     "The model or the engine's build is not the one that the study's reference was measured on, and their figures "
@@ -50,7 +50,10 @@ class PerplexityStage(Stage):
         self._tokens = sum(len(record.target) for record in self._records.values())
         self._ceiling = float("nan")
         self._again: dict[str, float] = {}  # perplexity of the second scoring, by gate key
-        self._memory_holds: bool | None = None  # None: not proved yet
+        self._spec = spec
+        self._base = builds.base(spec.build_knobs)
+        self._base_hash: str | None = None  # of the reference's model, where other models are searched too
+        self._proofs: dict[str, list[bool]] = {}  # of the memory, by build: whether each held
 
     def recall(self, ceiling: float) -> None:
         """Take up what the store knows of the study; the reference must have been measured.
@@ -60,8 +63,12 @@ class PerplexityStage(Stage):
         """
         self._ceiling = ceiling
         (reference,) = self._store.measurements("gate", "done", REFERENCE)
-        self._against = repr(sorted(quality_part(reference.setting).items()))
-        self._reference = self._store.remembered_scores(self._key(quality_part(reference.setting)))
+        if "model" in self._base:
+            began = next(e for e in self._store.environments() if e.id == reference.environment_id)
+            self._base_hash = began.model_hash
+        knobs = quality_part(reference.setting, self._spec.of_speed)
+        self._against = repr(sorted(knobs.items()))
+        self._reference = self._store.remembered_scores(self._key(knobs))
         if len(self._reference) < len(self._order):
             raise SearchError(OTHER_BUILD)
         self._shapes = {r: agreement.unpack(s.distributions) for r, s in self._reference.items() if s.distributions}
@@ -70,8 +77,9 @@ class PerplexityStage(Stage):
 
     def _recall_proof(self) -> None:
         """Whether the memory was proved right, by this searcher or another."""
+        self._proofs = {}
         for proof in self._store.measurements("gate", "proof"):
-            self._memory_holds = float(proof.figures["shift"]) <= SAME_NLL
+            self._proofs.setdefault(self._build_key(proof.setting), []).append(proof.figures["shift"] <= SAME_NLL)
 
     def _recall_second_scorings(self) -> None:
         for measured in self._store.measurements("gate", "done"):
@@ -81,7 +89,7 @@ class PerplexityStage(Stage):
     def measure_reference(self, setting: Setting, effective: Setting, status: str = "done") -> Measurement:
         """The reference setting's perplexity over all records, as `figures["ppl"]` of a gate row."""
         started = time.perf_counter()
-        self._against, self._shapes = repr(sorted(quality_part(setting).items())), {}
+        self._against, self._shapes = repr(sorted(quality_part(setting, self._spec.of_speed).items())), {}
         key = self._setting_key(setting)
         scores = self._store.remembered_scores(key)
         missing = [record for record in self._order if record not in scores]
@@ -95,9 +103,9 @@ class PerplexityStage(Stage):
     def measure(self, trial: int, setting: Setting, effective: Setting) -> tuple[list[Finding], Measurement]:
         """Score records until it is known what the gates over them say, and no further.
 
-        Records remembered under the setting's quality knobs are not scored again, but for one setting a study, in
-        reverse order: that proves that perplexity hangs neither on the speed knobs nor on the order of records. If
-        it does, all knobs count from then on.
+        Records remembered under the setting's quality knobs are not scored again, but for one setting of each build,
+        in reverse order: that proves that perplexity hangs neither on the speed knobs nor on the order of records. If
+        it does, that build's scores are kept apart, and if it still does then, all knobs count.
 
         Returns:
             What perplexity says, then what is found of agreement; and the stage's row.
@@ -110,15 +118,16 @@ class PerplexityStage(Stage):
         scores = self._store.remembered_scores(key)
         status, scored = "remembered", 0
         figures: dict[str, Any] = {}
-        if len(scores) == len(self._order) and self._memory_holds is None:
+        if len(scores) == len(self._order) and self._memory(setting)[1] is None:
             self._recall_proof()
-        if len(scores) == len(self._order) and self._memory_holds is None:
+        if len(scores) == len(self._order) and self._memory(setting)[1] is None:
             status = "proof"
             again = self._score(trial, setting, self._order[::-1])
             scored, figures["shift"] = len(again), gate.largest_shift(scores, again)
-            self._memory_holds = figures["shift"] <= SAME_NLL
-            if not self._memory_holds:
-                self._forget(figures["shift"])
+            holds, before = figures["shift"] <= SAME_NLL, self._memory(setting)
+            self._proofs.setdefault(self._build_key(setting), []).append(holds)
+            if not holds:
+                self._forget(figures["shift"], own=self._memory(setting)[0] > before[0])
                 key, scores = self._setting_key(setting), again
                 self._store.remember_scores(key, scores)
         if not scores or not self._decided(scores):
@@ -227,14 +236,36 @@ class PerplexityStage(Stage):
         agrees = agreement.compare(self._shapes[record.id], agreement.unpack(found.distributions))
         return RecordScore(found.nll, found.tokens, agrees.top1, agrees.kl)
 
-    def _forget(self, shift: float) -> None:
+    def _forget(self, shift: float, *, own: bool) -> None:
+        moved = f"it moved by {shift:.2e} nats a token between two scorings of one setting"
+        if own:
+            self._observer.note(
+                f"An engine built so has perplexities of its own ({moved}): they are scored anew for it."
+            )
+            return
         self._observer.note(
-            "Perplexity is NOT decided by the quality knobs alone here, or hangs on the order of records (it moved by "
-            f"{shift:.2e} nats a token between two scorings of one setting): every setting is scored from now on."
+            f"Perplexity is NOT decided by the quality knobs alone here, or hangs on the order of records ({moved}): "
+            "every setting is scored from now on."
         )
 
+    def _memory(self, setting: Setting) -> tuple[bool, bool | None]:
+        """Whether a setting's build has scores of its own, and whether quality knobs decide them (None: not proved).
+
+        The first proof of another build than the reference's is held against what that one scored.
+        """
+        key = self._build_key(setting)
+        proofs = self._proofs.get(key, [])
+        own = key != setting_key(self._base) and proofs[:1] == [False]
+        decided = proofs[1:] if own else proofs
+        return own, decided[0] if decided else None
+
+    def _build_key(self, setting: Setting) -> str:
+        return setting_key(self._spec.build_of(setting))
+
     def _setting_key(self, setting: Setting) -> str:
-        return self._key(setting if self._memory_holds is False else quality_part(setting))
+        own, holds = self._memory(setting)
+        quality = quality_part(setting, self._spec.of_speed) | (self._spec.build_of(setting) if own else {})
+        return self._key(setting if holds is False else quality)
 
     def _key(self, knobs: Setting) -> str:
         """What a remembered score hangs on: model, build, records and quality knobs (or all knobs).
@@ -242,7 +273,9 @@ class PerplexityStage(Stage):
         With agreement also on the setting that it is with.
         """
         loaded = self._session.loaded()
-        text = repr((loaded.model_hash, loaded.build_hash, self._records_hash, sorted(knobs.items())))
+        of_base = self._base_hash is not None and knobs.get("model") == self._base["model"]
+        model_hash = self._base_hash if of_base else loaded.model_hash
+        text = repr((model_hash, loaded.build_hash, self._records_hash, sorted(knobs.items())))
         if self._limits:
             text += f" {agreement.TOP} {self._against}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ class PlainStage(Stage):
     def tokens(self, setting: Setting, prompts: Sequence[Prompt], output_tokens: int) -> dict[str, Plain]:
         """Greedy tokens of `setting`, which must have no drafts, by prompt id."""
         found = {}
+        self._session.use(setting)
         with self._session.within("confirm"):
             apply(self._session, setting, prompts[0])
             for number, prompt in enumerate(prompts):
@@ -32,6 +33,7 @@ class PlainStage(Stage):
     def scores(self, setting: Setting, records: Sequence[Record]) -> dict[str, RecordScore]:
         """Scores of `records` at `setting`, by record id."""
         found = {}
+        self._session.use(setting)
         with self._session.within("confirm"):
             apply(self._session, setting)
             for number, record in enumerate(records):

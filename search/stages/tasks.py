@@ -30,6 +30,7 @@ class TaskStage(Stage):
     ) -> None:
         super().__init__(session, store, observer)
         self._asked = asked
+        self._of_speed = spec.of_speed
         self._tasks = {task.id: task for task in spec.tasks()}
         self._file_hash = spec.definition()["gate.tasks.file"]
         self._least = float("nan")
@@ -117,6 +118,6 @@ class TaskStage(Stage):
 
     def _key(self, setting: Setting) -> str:
         """What a remembered answer hangs on: model, build, tasks, how long they may be, and quality knobs."""
-        loaded, knobs = self._session.loaded(), sorted(quality_part(setting).items())
+        loaded, knobs = self._session.loaded(), sorted(quality_part(setting, self._of_speed).items())
         text = repr((loaded.model_hash, loaded.build_hash, self._file_hash, self._asked.max_tokens, knobs))
         return hashlib.sha256(f"tasks {text} {self._asked.stop}".encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from search.engine.session import EngineSession
 from search.knobs import DRAFTS
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, apply
-from search.store import REFERENCE, Measurement, PromptTimingRow, Store
+from search.store import REFERENCE, Measurement, PromptTimingRow, Store, setting_key
 
 MIN_PROMPTS = 6  # timed before an interval is believed
 LEAST_CHANCE = 0.5  # of being faster than a setting that is no worse: below it a trial is not timed further
@@ -61,6 +61,8 @@ class ThroughputStage(Stage):
         self._drift = 1.0  # when the reference was last timed again
         self._since_drift = 0  # trials, since then
         self._environment: int | None = None  # the worker it was timed in
+        self._spec = spec
+        self._slower: dict[str, float] = {}  # than the reference's build another one is, at the reference setting
         self._anchors: list[dict[str, float]] = []
         self._rival: tuple[int, list[speed.PromptTiming]] = REFERENCE, []  # the last one: a trial, its prompts
         self._scale, self._scale_error = 1.0, 0.0  # of the first card to this one (see `speed.rescaled`)
@@ -92,6 +94,8 @@ class ThroughputStage(Stage):
         for timed in self._store.measurements("speed", "drift"):
             if timed.environment_id in here_too:
                 self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
+                if "slower" in timed.figures:
+                    self._slower[self._build_key(timed.setting)] = float(timed.figures["slower"])
         self._anchors = [self._reference_s]
         for measured in self._store.fully_timed(len(self._prompts), card):
             self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
@@ -116,34 +120,72 @@ class ThroughputStage(Stage):
         ]
 
     def time_reference_again(self, trial: int) -> Measurement | None:
-        """Where it is due, before `trial`: how fast is the machine now? Says so where that is beyond noise."""
+        """Where it is due, before `trial`: how fast is the machine now? Says so where that is beyond noise.
+
+        In an engine that is built in another way it is timed first how much slower that is than the reference's; what
+        the machine did meanwhile cannot be told from it, and is taken to be what it last did before.
+        """
         self._since_drift += 1
         new_worker = self._session.environment_id != self._environment
         if self._since_drift <= self._workload.control_trials and not new_worker:
             return None
-        effective = apply(self._session, self._reference, self._prompts[0])
-        decoded = self._decode_all(trial, self._reference, self._prompts[:DRIFT_PROMPTS], "control")
+        reference = self._reference_here()
+        effective = apply(self._session, reference, self._prompts[0])
+        decoded = self._decode_all(trial, reference, self._prompts[:DRIFT_PROMPTS], "control")
         found = speed.compare(
             [_timing(d, d.latency_s) for d in decoded],
             [speed.PromptTiming(p, self._workload.output_tokens, s, "") for p, s in self._reference_s.items()],
         )
         assert found is not None  # DRIFT_PROMPTS are enough
-        low, high = found.interval()
-        self._drift, self._since_drift, self._environment = math.exp(-found.log_ratio), 0, self._session.environment_id
-        if not low <= 1 <= high:
+        low, high = (x * self._slower_here() for x in found.interval())
+        self._since_drift, self._environment = 0, self._session.environment_id
+        slower: dict[str, float] = {}
+        if self._is_new_build():
+            self._drift = self._last_control[1] if self._last_control else self._drift
+            slower["slower"] = self._slower[self._build_key(self._session.build)] = (
+                math.exp(-found.log_ratio) / self._drift
+            )
+        else:
+            self._drift = math.exp(-found.log_ratio) / self._slower_here()
+        self._last_control = None
+        if not slower and not low <= 1 <= high:
             self._observer.note(
                 f"Control: the reference setting is {1 / self._drift:.3f} × as fast as at the start ({low:.3f} to "
                 f"{high:.3f}); trials are compared relative to that."
             )
         other = [d.prompt_id for d in decoded if d.output_hash != self._reference_hashes[d.prompt_id]]
-        if other:
+        if other and self._session.build == self._spec.build_of(self._reference):
             self._observer.note(
                 f"Control: {len(other)} of {len(decoded)} prompts gave other tokens than at the start: this worker "
                 "took another token path."
             )
-        figures = {"drift": self._drift, "low": 1 / high, "high": 1 / low, "other_outputs": len(other)}
+        figures = {"drift": self._drift, "low": 1 / high, "high": 1 / low, "other_outputs": len(other), **slower}
         timed = [Timed(d, self._drift) for d in decoded]
-        return self._speed_row(trial, "drift", self._reference, effective, figures, timed)
+        return self._speed_row(trial, "drift", reference, effective, figures, timed)
+
+    def _reference_here(self) -> Setting:
+        """The reference setting as far as the running engine has its knobs, with the build that it has."""
+        has = self._session.loaded().native
+        build = self._spec.build_of(self._reference)
+        live = {name: value for name, value in self._reference.items() if name not in build and name in has}
+        return {**live, **self._session.build}
+
+    def _is_new_build(self) -> bool:
+        build = self._session.build
+        return build != self._spec.build_of(self._reference) and self._build_key(build) not in self._slower
+
+    def slower(self, build: Setting) -> float:
+        """How many times as long the reference setting takes on an engine built so as on the reference's.
+
+        It is 1 where that is not known.
+        """
+        return self._slower.get(setting_key(build), 1.0)
+
+    def _slower_here(self) -> float:
+        return self.slower(self._session.build)
+
+    def _build_key(self, setting: Setting) -> str:
+        return setting_key(self._spec.build_of(setting))
 
     def measure(
         self,
@@ -216,8 +258,9 @@ class ThroughputStage(Stage):
         figures = {**_figures(found, timed), "tps_raw": raw}
         rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
         if controls:
-            reference = [Timed(d, d.latency_s / self._reference_s[d.prompt_id]) for d in controls]
-            rows.append(self._speed_row(trial, "control", self._reference, self._reference, {}, reference))
+            slower, here = self._slower_here(), self._reference_here()
+            reference = [Timed(d, d.latency_s / self._reference_s[d.prompt_id] / slower) for d in controls]
+            rows.append(self._speed_row(trial, "control", here, here, {}, reference))
         warning = broken.useless_drafter(figures["acceptance_rate"]) or broken.looping_output(
             figures["distinct_4grams"], self._distinct_4grams
         )
@@ -278,10 +321,11 @@ class ThroughputStage(Stage):
             return self._drift
         if fresh_is_enough and self._last_control and time.monotonic() - self._last_control[0] < CONTROL_AGE_S:
             return self._last_control[1]
-        apply(self._session, self._reference)
-        self._observer.stage(trial, self._reference, "control", 0, 1)
-        controls.append(self._decode(prompt, self._reference))
-        drift = controls[-1].latency_s / self._reference_s[prompt.id]
+        reference = self._reference_here()
+        apply(self._session, reference)
+        self._observer.stage(trial, reference, "control", 0, 1)
+        controls.append(self._decode(prompt, reference))
+        drift = controls[-1].latency_s / self._reference_s[prompt.id] / self._slower_here()
         self._last_control = (time.monotonic(), drift)
         return drift
 
@@ -355,7 +399,8 @@ def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> st
         return f"{decoded.tokens} tokens instead of {tokens}"
     if not 0 < decoded.latency_s < math.inf:
         return f"a latency of {decoded.latency_s} s"
-    if decoded.draft_tokens != drafts * decoded.drafts or (drafts > 0 and decoded.drafts == 0):
+    as_many = decoded.draft_tokens == drafts * decoded.drafts and (drafts == 0 or decoded.drafts > 0)
+    if not (decoded.draft_tokens <= drafts * decoded.drafts if engine.variable_drafts else as_many):
         return f"{decoded.draft_tokens} tokens drafted in {decoded.drafts} steps at K {drafts}"
     if accepted > decoded.draft_tokens:
         return f"{accepted} drafts accepted of {decoded.draft_tokens}"
@@ -379,8 +424,9 @@ def _mean_seconds(first: dict[str, float], again: dict[str, float]) -> dict[str,
 
 def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
     drafts = sum(t.decoded.drafts for t in timed)
-    # An engine counts up to its largest K, whatever K is.
-    positions = sum(t.decoded.draft_tokens for t in timed) // drafts if drafts else 0
+    # An engine counts up to its largest K, whatever K is; a method may draft fewer tokens a step.
+    positions = math.ceil(sum(t.decoded.draft_tokens for t in timed) / drafts) if drafts else 0
+    positions = max([positions, *(n for t in timed for n, hits in enumerate(t.decoded.accepted_per_pos, 1) if hits)])
     accepted = [sum(t.decoded.accepted_per_pos[i] for t in timed) for i in range(positions)]
     return {
         "tps": found.tps,

@@ -28,6 +28,7 @@ CONFIRMATION_COLUMNS = (*CLAIM_COLUMNS, *SERVED_COLUMNS, "identity_rate")
 class Frames:
     """One study.
 
+    knobs: their names: live ones, then those that engines are built with.
     trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
         ppl (over the records that the gate used), ppl_of_all (over all of them; an estimate where it was rejected
         early), refused_by (gates over their limits, by name), a column for the figure of each gate beside perplexity
@@ -45,6 +46,7 @@ class Frames:
     study: str
     simulated: bool
     ceiling: float
+    knobs: tuple[str, ...]
     trials: DataFrame
     reference: Series[Any]
     stages: DataFrame
@@ -78,13 +80,17 @@ def frames(store: Store) -> Frames:
     stages = store.stages()
     accepted = {m.trial: m.figures.get("acceptance_rate") for m in stages if (m.stage, m.status) == ("speed", "done")}
     front = {point.trial for point in store.front()}
-    rows = [_trial(outcome, accepted, front) for outcome in [reference, *store.outcomes()]]
+    outcomes = [reference, *store.outcomes()]
+    found = {name for outcome in outcomes for name in outcome.setting}
+    knobs = tuple(name for name in (*KNOWN, *sorted(found - KNOWN.keys())) if name in found)
+    rows = [_trial(outcome, accepted, front, knobs) for outcome in outcomes]
     table = pd.DataFrame(rows).set_index("trial", drop=False)
     assert reference.ceiling is not None
     return Frames(
         study=store.study,
         simulated=reference.simulated,
         ceiling=reference.ceiling,
+        knobs=knobs,
         trials=table.drop(index=REFERENCE),
         reference=table.loc[REFERENCE],
         stages=_table([_stage(m) for m in stages], STAGE_COLUMNS),
@@ -106,7 +112,7 @@ def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
 
 
-def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[str, Any]:
+def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int], knobs: tuple[str, ...]) -> dict[str, Any]:
     names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "prompts", "reused_from", "reason")
     more = ("failure", "failed_stage", "warning", "wall_s", "card", "card_tps")
     return {
@@ -114,7 +120,7 @@ def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int]) -> dict[
         **{name: found["figure"] for name, found in (outcome.gates or {}).items() if found and name != "ppl"},
         "refused_by": ", ".join(refusers(outcome.gates)) or ("ppl" if outcome.state == "PRUNED" else None),
         "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),
-        **{name: outcome.setting.get(name) for name in KNOWN if name in outcome.setting},
+        **{name: outcome.setting.get(name) for name in knobs},
         "on_front": outcome.trial in front,
         "acceptance_rate": accepted.get(outcome.source),
         "finished_at": outcome.created_at,
