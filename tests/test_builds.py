@@ -1,13 +1,15 @@
 """Knobs that take a new engine: read, planned, searched on the simulated engine."""
 
 import json
+import math
+import random
 import re
 
 import pytest
 
 from search import builds, run
 from search.builds import BuildKnob
-from search.engine.simulated import BROKEN
+from search.engine.simulated import BROKEN, BUILD_SPREAD, _hash
 from search.errors import UsageError
 from search.knobs import METHOD
 from search.manifest import environment_keys
@@ -256,3 +258,18 @@ def test_a_method_that_does_not_pay_is_said_to():
     assert _methods(Found())[1] == "ngram loses to decoding without drafts (110.0 tok/s)."
     Found.methods = {"mtp": 200.0, "ngram": 150.0}
     assert len(_methods(Found())) == 1
+
+
+def test_a_build_is_told_from_the_machines_drift(with_knobs):
+    folder = with_knobs("  max_num_batched_tokens: {choices: [256, 512, 1024], affects: speed}\n")
+    _, store = searched(folder, "--sampler", "random", trials=24)  # with a control after every three prompts
+    timed = [m.figures["slower"] for m in store.measurements("speed", "drift") if "slower" in m.figures]
+    built = [m.setting for m in store.measurements("speed", "drift") if "slower" in m.figures]
+    before = [m.figures["drift"] for m in store.measurements("speed", "control") if m.figures]
+    assert len(timed) == 2 and max(abs(math.log(d)) for d in before) > 0.05  # the machine moved by then
+    luck = [
+        random.Random(_hash("build", sorted(build.items()))).uniform(-BUILD_SPREAD, BUILD_SPREAD)
+        for build in (read_study(folder).build_of(setting) for setting in [store.outcome(REFERENCE).setting, *built])
+    ]
+    for slower, of_build in zip(timed, luck[1:], strict=True):
+        assert math.log(slower) == pytest.approx(of_build - luck[0], abs=0.02)

@@ -81,6 +81,10 @@ class Solve(Message, frozen=True):
     stop: list[str] = []
 
 
+class Pace(Message, frozen=True):
+    """Do some work that is always the same, and say how long it took: how fast the processor is, whatever is built."""
+
+
 class Sample(Message, frozen=True):
     """Continue `prompt` (token ids) by sampling until the model ends the text, or for `max_tokens`."""
 
@@ -163,6 +167,12 @@ class Solved(Message, frozen=True):
     text: str
 
 
+class Paced(Message, frozen=True):
+    """Seconds that the work took."""
+
+    seconds: float
+
+
 class Sampled(Message, frozen=True):
     """The tokens that were sampled, without one that ends the text."""
 
@@ -187,8 +197,8 @@ class EngineError(Exception):
         self.kind = kind
 
 
-Request = Load | Apply | Score | Decode | Solve | Sample
-Reply = Loaded | Applied | Scored | Decoded | Solved | Sampled | Failed
+Request = Load | Apply | Score | Decode | Solve | Sample | Pace
+Reply = Loaded | Applied | Scored | Decoded | Solved | Sampled | Paced | Failed
 
 _encoder = msgspec.json.Encoder()
 _request_decoder = msgspec.json.Decoder(Request)

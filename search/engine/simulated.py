@@ -23,6 +23,8 @@ from search.engine.protocol import (
     EngineError,
     Load,
     Loaded,
+    Pace,
+    Paced,
     Sample,
     Sampled,
     Score,
@@ -38,6 +40,7 @@ from search.landscapes.miniature import MINIATURE
 TAKES = "VLLM_PARETO_SIMULATED_S"
 VOCABULARY = 262_144
 DRIFT, DRIFT_PERIOD = 0.1, 500  # the machine's speed swings by ± 10 % over so many timed prompts
+PACE_S, PACE_SHARE = 0.05, 0.7  # of the processor's work, and of the drift what it shows (ln)
 LATENCY_NOISE = 0.003  # relative standard deviation of one prompt timed again
 RECORD_SPREAD = 0.05  # standard deviation of ln perplexity between records
 MOST_ACCEPTED = 0.98
@@ -136,8 +139,7 @@ class SimulatedEngine:
         for key in ("FUSED_CENTROID_HEAD", "DRAFT_GRAPH"):
             draft_ms *= 0.9 if self._setting.get(key) else 1.0
         self._decoded += 1
-        drift = DRIFT * math.sin(2 * math.pi * self._decoded / DRIFT_PERIOD)
-        noise = math.exp(drift + self._noise.gauss(0.0, LATENCY_NOISE))
+        noise = math.exp(self._drift() + self._noise.gauss(0.0, LATENCY_NOISE))
         drafts = round(steps * self._found) if drafts_a_step else 0
         luck = random.Random(_hash("build", sorted(self._build.items()))).uniform(-BUILD_SPREAD, BUILD_SPREAD)
         if self._build:
@@ -165,6 +167,14 @@ class SimulatedEngine:
         share = random.Random(_hash("task", request.task)).uniform(*COLLAPSE)
         knows = int(self._setting[WINDOW]) >= share * int(self.landscape.native[WINDOW])
         return Solved(task=request.task, text=f" {words[-1]}\n" if knows else "I see .")
+
+    def pace(self, request: Pace) -> Paced:
+        """The drift, as the processor shows it."""
+        return Paced(seconds=PACE_S * math.exp(PACE_SHARE * self._drift()))
+
+    def _drift(self) -> float:
+        """How much slower the machine is (ln), which swings with every prompt; it goes on where an engine ends."""
+        return DRIFT * math.sin(2 * math.pi * self._decoded / DRIFT_PERIOD)
 
     def sample(self, request: Sample) -> Sampled:
         """Any tokens; the same ones for the same seed."""

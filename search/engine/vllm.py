@@ -24,7 +24,7 @@ from vllm.version import __version__ as vllm_version
 from kernels import plugin
 from kernels.patches.base import PatchRefusedError
 from search.data import json_hash
-from search.engine import gpu
+from search.engine import gpu, processor
 from search.engine.live import LiveKnobs
 from search.engine.protocol import (
     Applied,
@@ -35,6 +35,8 @@ from search.engine.protocol import (
     KnobValue,
     Load,
     Loaded,
+    Pace,
+    Paced,
     Sample,
     Sampled,
     Score,
@@ -204,6 +206,10 @@ class VllmEngine:
         found = self._generate(request.prompt, params).outputs[0]
         tokens = list(found.token_ids)
         return Sampled(token_ids=tokens[:-1] if found.finish_reason == "stop" else tokens)
+
+    def pace(self, request: Pace) -> Paced:
+        """Time the processor, which what is built does not change."""
+        return Paced(seconds=processor.pace())
 
     def _generate(self, prompt: str | list[int], params: SamplingParams) -> Any:
         given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}

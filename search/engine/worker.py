@@ -23,6 +23,8 @@ from search.engine.protocol import (
     Failed,
     Load,
     Loaded,
+    Pace,
+    Paced,
     Reply,
     Request,
     Sample,
@@ -71,6 +73,9 @@ class Engine(Protocol):
     def sample(self, request: Sample) -> Sampled:
         """Sample one continuation."""
 
+    def pace(self, request: Pace) -> Paced:
+        """Say how fast the processor is."""
+
 
 def answer(engine: Engine, request: Request) -> Reply:
     """Carry out one request; whatever goes wrong becomes a `Failed`."""
@@ -88,6 +93,8 @@ def answer(engine: Engine, request: Request) -> Reply:
                 return engine.solve(request)
             case Sample():
                 return engine.sample(request)
+            case Pace():
+                return engine.pace(request)
     except EngineError as error:
         return Failed(kind=error.kind, reason=str(error))
     except MemoryError as error:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search import broken, speed
+from search import broken, pace, speed
 from search.data import Prompt
 from search.engine.process import WorkerError
-from search.engine.protocol import Decode, Decoded, Loaded, Setting
+from search.engine.protocol import Decode, Decoded, Loaded, Pace, Paced, Setting
 from search.engine.session import EngineSession
 from search.knobs import DRAFTS
 from search.spec import StudySpec
@@ -63,6 +63,7 @@ class ThroughputStage(Stage):
         self._environment: int | None = None  # the worker it was timed in
         self._spec = spec
         self._slower: dict[str, float] = {}  # than the reference's build another one is, at the reference setting
+        self._paces: list[tuple[float, float]] = []  # seconds of the processor's own work, and the drift just then
         self._anchors: list[dict[str, float]] = []
         self._rival: tuple[int, list[speed.PromptTiming]] = REFERENCE, []  # the last one: a trial, its prompts
         self._scale, self._scale_error = 1.0, 0.0  # of the first card to this one (see `speed.rescaled`)
@@ -96,6 +97,10 @@ class ThroughputStage(Stage):
                 self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
                 if "slower" in timed.figures:
                     self._slower[self._build_key(timed.setting)] = float(timed.figures["slower"])
+        self._paces = [(float(reference.figures["pace_s"]), 1.0)] if "pace_s" in reference.figures else []
+        for control in self._store.measurements("speed", "control") if self._paces else []:
+            if control.environment_id in here_too and "pace_s" in control.figures:
+                self._note_pace(control.setting, float(control.figures["pace_s"]), float(control.figures["drift"]))
         self._anchors = [self._reference_s]
         for measured in self._store.fully_timed(len(self._prompts), card):
             self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
@@ -104,7 +109,11 @@ class ThroughputStage(Stage):
         self, setting: Setting, effective: Setting, statuses: tuple[str, str] = REFERENCE_PASSES
     ) -> tuple[speed.Throughput, list[Measurement]]:
         """Time the reference setting on every tune prompt, twice: everything else is relative to it."""
-        passes = [[Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._prompts)] for _ in range(2)]
+        paces = [self._pace()]
+        passes = []
+        for _ in range(2):
+            passes.append([Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._prompts)])
+            paces.append(self._pace())
         first, again = ([t.seconds for t in timed] for timed in passes)
         noise = speed.relative_noise(first, again)
         mean_s = _mean_seconds(*({t.decoded.prompt_id: t.seconds for t in timed} for timed in passes))
@@ -114,6 +123,8 @@ class ThroughputStage(Stage):
         ]
         found = speed.estimate(timings, [mean_s], noise / math.sqrt(2))
         figures = {"noise": noise, **_figures(found, passes[0])}
+        if known := [p for p in paces if p is not None]:
+            figures["pace_s"] = statistics.geometric_mean(known)
         return found, [
             self._speed_row(REFERENCE, statuses[0], setting, effective, figures, passes[0]),
             self._speed_row(REFERENCE, statuses[1], setting, effective, {}, passes[1]),
@@ -122,8 +133,9 @@ class ThroughputStage(Stage):
     def time_reference_again(self, trial: int) -> Measurement | None:
         """Where it is due, before `trial`: how fast is the machine now? Says so where that is beyond noise.
 
-        In an engine that is built in another way it is timed first how much slower that is than the reference's; what
-        the machine did meanwhile cannot be told from it, and is taken to be what it last did before.
+        In an engine that is built in another way it is timed first how much slower that is than the reference's. What
+        the machine did meanwhile is told from it by work of the processor's that hangs on no engine, where the study
+        asks for controls; a machine that does not drift is taken to be as it was.
         """
         self._since_drift += 1
         new_worker = self._session.environment_id != self._environment
@@ -131,7 +143,9 @@ class ThroughputStage(Stage):
             return None
         reference = self._reference_here()
         effective = apply(self._session, reference, self._prompts[0])
+        paces = [self._pace() if self._is_new_build() else None]
         decoded = self._decode_all(trial, reference, self._prompts[:DRIFT_PROMPTS], "control")
+        paces += [self._pace() if self._is_new_build() else None]
         found = speed.compare(
             [_timing(d, d.latency_s) for d in decoded],
             [speed.PromptTiming(p, self._workload.output_tokens, s, "") for p, s in self._reference_s.items()],
@@ -141,7 +155,7 @@ class ThroughputStage(Stage):
         self._since_drift, self._environment = 0, self._session.environment_id
         slower: dict[str, float] = {}
         if self._is_new_build():
-            self._drift = self._last_control[1] if self._last_control else self._drift
+            self._drift = self._drift_by_pace([p for p in paces if p is not None])
             slower["slower"] = self._slower[self._build_key(self._session.build)] = (
                 math.exp(-found.log_ratio) / self._drift
             )
@@ -169,6 +183,25 @@ class ThroughputStage(Stage):
         build = self._spec.build_of(self._reference)
         live = {name: value for name, value in self._reference.items() if name not in build and name in has}
         return {**live, **self._session.build}
+
+    def _pace(self) -> float | None:
+        """Seconds of the processor's own work; None where it is not needed to tell engines from the machine's drift."""
+        if not self._spec.build_knobs or self._workload.control_prompts is None:
+            return None
+        return self._session.ask(Pace(), Paced).seconds
+
+    def _note_pace(self, setting: Setting, pace_s: float, drift: float) -> None:
+        """Keep a pace and the drift just then; of the reference's build, whose drift was told from nothing else."""
+        if self._spec.build_of(setting) == self._spec.build_of(self._reference):
+            self._paces.append((pace_s, drift))
+
+    def _drift_by_pace(self, paces: Sequence[float]) -> float:
+        """How much slower the machine is than for the reference, told by the processor's own work."""
+        if not paces or not self._paces:
+            return self._drift
+        share = pace.elasticity([self._paces]) if len(self._paces) > 1 else pace.PRIOR_SLOPE
+        slower: float = (statistics.geometric_mean(paces) / self._paces[0][0]) ** share
+        return slower
 
     def _is_new_build(self) -> bool:
         build = self._session.build
@@ -260,7 +293,11 @@ class ThroughputStage(Stage):
         if controls:
             slower, here = self._slower_here(), self._reference_here()
             reference = [Timed(d, d.latency_s / self._reference_s[d.prompt_id] / slower) for d in controls]
-            rows.append(self._speed_row(trial, "control", here, here, {}, reference))
+            told: dict[str, Any] = {}
+            if (pace_s := self._pace()) is not None:
+                told = {"pace_s": pace_s, "drift": before}
+                self._note_pace(here, pace_s, before)
+            rows.append(self._speed_row(trial, "control", here, here, told, reference))
         warning = broken.useless_drafter(figures["acceptance_rate"]) or broken.looping_output(
             figures["distinct_4grams"], self._distinct_4grams
         )
