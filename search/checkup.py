@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from search import builds
 from search.cost import StageCost, stage_costs
 from search.engine import gpu
 from search.errors import SearchError
@@ -66,6 +67,8 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost, 
         checks.append(Check("model and drafter", GOOD, _model_words(spec, model)))
         checks.append(_checked("prompts and records", lambda: _text_words(spec, model)))
         checks.append(_memory(spec, model, device))
+    if spec.build_knobs:
+        checks.append(_engines(spec, trials))
     checks.append(_storage(url))
     store = _measured(spec, url)
     return checks, _cost(spec, store, trials), stage_costs(store) if store else []
@@ -115,6 +118,16 @@ def _device(device: Mapping[str, Any] | None) -> Check:
             "device", DOUBTFUL, f"{says}; only {device['free'] / GIB:.1f} GiB are free: something else uses it"
         )
     return Check("device", GOOD, says)
+
+
+def _engines(spec: StudySpec, trials: int) -> Check:
+    """How many engines a search will start, and whether each gets trials enough."""
+    plan = builds.plan(spec.build_knobs, trials, bool(spec.knobs), seed=0)
+    known = sum(1 for _ in builds.all_builds(spec.build_knobs))
+    says = f"{len(plan.builds)} are started, {min(plan.shares)} trials each, of the {known} that the knobs stand for"
+    if len(plan.builds) < known:
+        return Check("engines", DOUBTFUL, f"{says}: raise --trials, or give fewer values")
+    return Check("engines", GOOD, says)
 
 
 def _model_words(spec: StudySpec, model: Mapping[str, Any]) -> str:

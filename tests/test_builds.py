@@ -1,14 +1,18 @@
 """Knobs that take a new engine: read, planned, searched on the simulated engine."""
 
+import dataclasses
 import json
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from search import builds, run
 from search.builds import BuildKnob
+from search.checkup import _engines
+from search.engine.live import built_values
 from search.engine.simulated import BROKEN, BUILD_SPREAD, _hash
 from search.errors import UsageError
 from search.knobs import METHOD
@@ -273,3 +277,36 @@ def test_a_build_is_told_from_the_machines_drift(with_knobs):
     ]
     for slower, of_build in zip(timed, luck[1:], strict=True):
         assert math.log(slower) == pytest.approx(of_build - luck[0], abs=0.02)
+
+
+def test_what_an_engine_was_built_with_is_read_from_what_acts():
+    @dataclasses.dataclass
+    class Part:
+        block_size: int = 32
+        cache_dtype: str = "fp8"
+        mode: dict = dataclasses.field(default_factory=lambda: {"level": 3})
+
+    @dataclasses.dataclass
+    class Config:
+        part: Part = dataclasses.field(default_factory=Part)
+
+    group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"))
+    runner = SimpleNamespace(attn_groups=[[group]], speculative_config=SimpleNamespace(method="gemma4_mtp"))
+    asked = {
+        **{"block_size": 16, "kv_cache_dtype": "fp8", "mode.level": 3, "unknown": 1, "model": "m"},
+        **{"attention_backend": "TRITON_ATTN", METHOD: "mtp", "env.NO_SUCH": "1"},
+    }
+    found = built_values(Config(), runner, asked)
+    assert found == {
+        **{"block_size": 32, "kv_cache_dtype": "fp8", "mode.level": 3},
+        **{"attention_backend": "CPU_ATTN", METHOD: "mtp", "env.NO_SUCH": ""},
+    }
+    runner.speculative_config = None
+    assert built_values(Config(), runner, {METHOD: "ngram"}) == {METHOD: "none"}
+
+
+def test_the_doctor_says_how_many_engines_will_start(with_knobs):
+    spec = read_study(with_knobs("  block_size: {choices: [16, 32, 64]}\n"))
+    enough, few = (_engines(spec, trials) for trials in (30, 16))
+    assert enough.verdict == "good" and enough.says.startswith("3 are started, 10 trials each, of the 3")
+    assert few.verdict == "doubtful" and few.says.startswith("2 are started, 8 trials each, of the 3")
