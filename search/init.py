@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     ceiling = p.add_mutually_exclusive_group()
     ceiling.add_argument("--ppl", type=float, metavar="X", help="absolute ceiling on perplexity")
     ceiling.add_argument("--ratio", type=float, metavar="X", help="ceiling relative to the reference (default 1.05)")
+    p.add_argument("--ngram", action="store_true", help="also draft what followed the same tokens before")
     p.add_argument("--seed", type=int, default=42, metavar="N", help="of the split into halves (default 42)")
     add_output_arguments(p, json=False)
     return p
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             records=Path(answers["records"]),
             ceiling=ceiling,
             seed=args.seed,
+            ngram=args.ngram,
         )
         for line in write_study(args.folder, wanted):
             print(line)

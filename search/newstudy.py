@@ -18,20 +18,24 @@ from search.engine import gpu
 from search.engine.protocol import EngineError
 from search.errors import UsageError
 from search.inputs import check_inputs
-from search.knobs import DRAFTS, TOP_K, WINDOW
+from search.knobs import DRAFTS, METHOD, MTP, NO_DRAFTS, TOP_K, WINDOW
 from search.modelfiles import read_hub_config, text_config
 from search.spec import read_study
 from search.texts import import_texts
 
 LOGITS_SHARE = 1 / 16  # of the device's memory, for the logits of one prefill chunk in the gate
 CONTEXT_STEP = 256  # tokens that the context is rounded up to
+NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 LEAST_CACHE = 256 << 20
 HEADER = "# Written by search.init from the model's config; every key is explained in the README.\n"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a new study is about: models (folders or hub ids), texts, and `ceiling` as the study file has it."""
+    """What a new study is about: models (folders or hub ids), texts, and `ceiling` as the study file has it.
+
+    With `ngram` drafts are looked up in what was written before, beside a drafter's or without one.
+    """
 
     model: str
     drafter: str | None
@@ -39,6 +43,7 @@ class Wanted:
     records: Path
     ceiling: Mapping[str, float]
     seed: int
+    ngram: bool = False
 
 
 def write_study(folder: Path, wanted: Wanted) -> Iterator[str]:
@@ -71,12 +76,17 @@ def write_study(folder: Path, wanted: Wanted) -> Iterator[str]:
     yield from (f"{path.name}: {count}" for path, count in counts.items())
 
 
-def knob_ranges(model: Mapping[str, Any], drafter: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+def knob_ranges(
+    model: Mapping[str, Any], drafter: Mapping[str, Any] | None, *, ngram: bool = False
+) -> dict[str, dict[str, Any]]:
     """Ranges that suit a model: from an eighth of its window to all of it, centroids on a log scale, K up to 10.
+
+    With a drafter and n-grams the method of speculation is a knob, too.
 
     Args:
         model: the language model's config.
         drafter: the drafter's config, or None.
+        ngram: whether drafts may be looked up.
 
     Raises:
         UsageError: there is nothing to search.
@@ -87,13 +97,17 @@ def knob_ranges(model: Mapping[str, Any], drafter: Mapping[str, Any] | None) -> 
         step = window // 32
         low = window // 8 // step * step
         knobs[WINDOW] = {"low": low, "high": low + (window - low) // step * step, "step": step}
-    if drafter is not None:
-        if drafter.get("use_ordered_embeddings"):
-            centroids = int(drafter["num_centroids"])
-            knobs[TOP_K] = {"low": max(1, centroids // 256), "high": min(128, centroids), "log": True}
+    if drafter is not None and ngram:
+        knobs[METHOD] = {"choices": [MTP, "ngram", NO_DRAFTS]}
+    if drafter is not None and drafter.get("use_ordered_embeddings"):
+        centroids = int(drafter["num_centroids"])
+        knobs[TOP_K] = {"low": max(1, centroids // 256), "high": min(128, centroids), "log": True}
+    if drafter is not None or ngram:
         knobs[DRAFTS] = {"low": 0, "high": 10, "default": 4}
     if not knobs:
-        raise UsageError("There is nothing to search: the model has no sliding window, and no drafter is given.")
+        raise UsageError(
+            "There is nothing to search: the model has no sliding window, and no drafter is given. Try --ngram."
+        )
     return knobs
 
 
@@ -123,12 +137,14 @@ def _study(
     else:
         args["gpu_memory_utilization"] = 0.90
         workload["prompts_per_trial"] = 32
-    drafting = {"drafter": _place(wanted.drafter)} if wanted.drafter else {}
+    drafting: dict[str, Any] = {"drafter": _place(wanted.drafter)} if wanted.drafter else {}
+    if wanted.ngram:
+        drafting["speculation"] = {"ngram": dict(NGRAM)}
     engine = {"model": _place(wanted.model), **drafting, "args": args}
     return {
         "name": name,
         "engine": engine,
-        "knobs": knob_ranges(model, drafter),
+        "knobs": knob_ranges(model, drafter, ngram=wanted.ngram),
         "workload": workload,
         "gate": {"records": "records.jsonl", "ceiling": dict(wanted.ceiling)},
     }

@@ -27,6 +27,14 @@ def test_a_written_study_is_one_that_the_doctor_passes_and_the_search_runs(tmp_p
     assert run.main(["--study", "my", "--engine", "simulated", "--trials", "3", "--confirm", "0"]) == 0
 
 
+def test_drafts_may_be_looked_up_with_a_drafter_and_without(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, flags in (("alone", {"--model": MODELS["--model"]}), ("beside", MODELS)):
+        assert init.main([name, *words(flags | TEXTS), "--ngram"]) == 0
+        assert run.main(["--study", name, "--engine", "simulated", "--trials", "3", "--confirm", "0"]) == 0
+    assert "method: choices ['mtp', 'ngram', 'none']" in capsys.readouterr().out
+
+
 def test_its_ranges_are_those_of_the_model():
     found = knob_ranges(TARGET, DRAFTER)
     assert found["sliding_window"] == {"low": 64, "high": 512, "step": 16}
@@ -34,6 +42,8 @@ def test_its_ranges_are_those_of_the_model():
     assert "centroid_top_k" not in knob_ranges(TARGET, DRAFTER | {"use_ordered_embeddings": False})
     assert list(knob_ranges(TARGET, None)) == ["sliding_window"]
     assert list(knob_ranges({"sliding_window": None}, DRAFTER)) == ["centroid_top_k", "num_speculative_tokens"]
+    assert list(knob_ranges(TARGET, None, ngram=True)) == ["sliding_window", "num_speculative_tokens"]
+    assert knob_ranges(TARGET, DRAFTER, ngram=True)["method"] == {"choices": ["mtp", "ngram", "none"]}
     with pytest.raises(UsageError, match="nothing to search"):
         knob_ranges({}, None)
 
