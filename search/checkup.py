@@ -223,12 +223,13 @@ def _cost(spec: StudySpec, store: Store | None, trials: int) -> Cost:
     bandwidth, weights = gpu.peak_bandwidth(), weight_bytes(spec.engine.model)
     if bandwidth is None or weights is None:
         return Cost(None, None, "not known before the first trials have been timed")
-    prompts = min(spec.workload.prompts_per_trial or len(spec.prompts()), len(spec.prompts()))
-    trial_s = prompts * spec.workload.output_tokens * STEP_OVER_WEIGHTS * weights / bandwidth
+    there = len(spec.waves())
+    waves = min(spec.workload.prompts_per_trial or there, there)
+    trial_s = waves * spec.workload.output_tokens * STEP_OVER_WEIGHTS * weights / bandwidth
     return Cost(
         trial_s,
         trial_s * trials,
-        f"before anything is measured, gate and confirming left out: {prompts} prompts of "
+        f"before anything is measured, gate and confirming left out: {waves} prompts of "
         f"{spec.workload.output_tokens} tokens without drafts, each step {STEP_OVER_WEIGHTS} × the time that the GPU's "
         "memory needs for the weights",
     )

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,15 @@ def _served_again(spec: StudySpec, store: Store, leader: Confirmation, observer:
     """Serve a confirmed trial in one more process, and let its claim rest on all of them."""
     outcome = store.outcome(leader.trial)
     assert outcome is not None
-    prompts, tokens = spec.held_out_prompts() or spec.prompts(), spec.workload.output_tokens
+    prompts = spec.held_out_prompts() or spec.prompts()
+    tokens, concurrency = spec.workload.output_tokens, spec.workload.concurrency
     try:
         with _serving(spec, store, outcome, observer, logs / f"confirm-{leader.trial}-again.log") as (endpoint, tell):
-            speed = served.time_prompts(endpoint, prompts, tokens, tell)
+            speed = served.time_prompts(endpoint, prompts, tokens, tell, concurrency=concurrency)
     except EndpointError as error:
         leader.eligible, leader.reason, leader.figures = False, str(error)[:1000], {}
         return leader
-    same = sum(leader.figures["tokens"][p.id] == speed.tokens[p.id] for p in prompts) / len(prompts)
+    same = sum(leader.figures["tokens"][p] == tokens for p, tokens in speed.tokens.items()) / len(speed.tokens)
     processes = [*leader.figures["processes"], _timed(speed)]
     leader.figures = {**leader.figures, "processes": processes, "same_tokens_again": same}
     return leader
@@ -194,12 +196,15 @@ def _claim_anew(spec: StudySpec, store: Store) -> None:
     found = [confirmation for confirmation in store.confirmations() if _complete(confirmation)]
     slope = elasticity([_again(timed).paces for c in found for timed in c.figures["processes"]])
     for confirmation in found:
-        _claim_at(confirmation, slope, spec.workload.output_tokens)
+        _claim_at(confirmation, slope, spec.workload.wave_tokens)
         store.add_confirmation(confirmation)
 
 
 def _claim_at(confirmation: Confirmation, slope: float, tokens: int) -> None:
-    """Fill in a confirmation's claim, and how its tune prompts compare, at the pace of its own processes."""
+    """Fill in a confirmation's claim, and how its tune prompts compare, at the pace of its own processes.
+
+    `tokens` are what each timed prompt or wave generates.
+    """
     processes = [_again(timed) for timed in confirmation.figures["processes"]]
     machine_s = statistics.geometric_mean([process.pace_s for process in processes])
     promise = claim([process.at(machine_s, slope) for process in processes], tokens)
@@ -240,8 +245,9 @@ def _measure(
     assert reference is not None and reference.ppl is not None and outcome.ceiling is not None
     effective = endpoint.effective()
     claimed_on: list[Prompt] = held_out or tune
-    speed = served.time_prompts(endpoint, claimed_on, tokens, tell)
-    of_tune = served.time_prompts(endpoint, tune, tokens, tell, probe=claimed_on[0], once=True) if held_out else None
+    timed = partial(served.time_prompts, endpoint, concurrency=spec.workload.concurrency)
+    speed = timed(claimed_on, tokens, tell)
+    of_tune = timed(tune, tokens, tell, probe=claimed_on[0], once=True) if held_out else None
     outputs = {**speed.tokens, **(of_tune.tokens if of_tune else {})}
     top = TOP if spec.gate.agreement is not None else 0
     gate_scores = served.score_records(endpoint, spec.records(), tell, top)
@@ -273,7 +279,7 @@ def _measure(
             "card": evidence.card,
         }
     )
-    _claim_at(found, elasticity([speed.paces]), tokens)
+    _claim_at(found, elasticity([speed.paces]), spec.workload.wave_tokens)
     found.reason = _objection(
         outcome,
         effective,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -32,6 +32,14 @@ class Prompt:
     id: str
     split: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Prompts that are decoded at the same time, and timed as one: a prompt alone goes by its own id."""
+
+    id: str
+    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,17 @@ def read_prompts(path: Path) -> list[Prompt]:
         return Prompt(text_id(row["id"]), split_of(row, TUNE), token_ids(row, "prompt_token_ids"))
 
     return read_items(path, lines(read_bytes(path)), prompt, "prompts")
+
+
+def waves(prompts: Sequence[Prompt], concurrency: int) -> list[Wave]:
+    """Prompts in waves of `concurrency`, in their order; a last one that is not full is left out."""
+    whole = len(prompts) // concurrency * concurrency
+    found = [tuple(prompts[start : start + concurrency]) for start in range(0, whole, concurrency)]
+    return [Wave(_wave_id([p.id for p in wave]), wave) for wave in found]
+
+
+def _wave_id(ids: Sequence[str]) -> str:
+    return ids[0] if len(ids) == 1 else f"wave-{json_hash(list(ids))}"
 
 
 def read_records(path: Path) -> list[Record]:

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +81,8 @@ class Endpoint:
         env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         command = [sys.executable, "serve.py", "--port", str(port)]
         self._group = ProcessGroup(command, self._log, env, "server", self._ledger, cwd=self._folder)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, limits=no_limits)
         try:
             self._wait()
             self._check_listener(port)
@@ -166,6 +168,21 @@ class Endpoint:
                     f"The server said nothing readable of how likely its tokens were: {error}."
                 ) from error
         return Completion(token_ids, latency_s, logprobs, gaps)
+
+    def complete_together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
+        """Exactly `max_tokens` greedy tokens after each of the prompts, all asked for at the same time.
+
+        Returns:
+            Tokens by prompt, and the seconds from the first request to the last answer.
+
+        Raises:
+            EndpointError: another number of tokens came back.
+        """
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            started = time.perf_counter()
+            found = list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
+            latency_s = time.perf_counter() - started
+        return [one.token_ids for one in found], latency_s
 
     def score(self, context: Sequence[int], target: Sequence[int], top: int = 0) -> RecordScore:
         """Negative log-likelihood of `target` after `context`, from the served `prompt_logprobs`.

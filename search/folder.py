@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -39,6 +39,7 @@ class _Evidence(msgspec.Struct):
     output_tokens: int
     effective: dict[str, int]
     hashes: dict[str, str | None]
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1
     machine_s: float | None = None
     pace_elasticity: float | None = None
     gates: dict[str, _Gate] = {}

@@ -27,6 +27,7 @@ def check_inputs(spec: StudySpec) -> None:
     Raises:
         UsageError: naming the key and line of the study file, or the prompt or record, and what does not fit.
     """
+    check_concurrency(spec)
     check_texts(spec, check_models(spec))
 
 
@@ -34,6 +35,23 @@ def context_length(spec: StudySpec, model: Mapping[str, Any]) -> int:
     """Tokens that prompt and output may hold together; 0 where it cannot be told (vLLM takes words like auto, too)."""
     asked = spec.engine.args.get("max_model_len", model.get("max_position_embeddings"))
     return asked if isinstance(asked, int) and asked > 0 else 0
+
+
+def check_concurrency(spec: StudySpec) -> None:
+    """Check that an engine decodes as many prompts at once as the workload asks, and that they fill enough waves.
+
+    Raises:
+        UsageError: naming the key and line of the study file, and what does not fit.
+    """
+    spec.waves()
+    spec.held_out_waves()
+    wanted = spec.workload.concurrency
+    allowed = {"engine.args.max_num_seqs": [spec.engine.args.get("max_num_seqs")]}
+    allowed |= {f"knobs.{knob.name}": list(knob.values) for knob in spec.build_knobs if knob.name == "max_num_seqs"}
+    for key, values in allowed.items():
+        if too_few := [v for v in values if type(v) is int and v < wanted]:
+            what = f"{too_few[0]} is under workload.concurrency ({wanted}), the prompts that are decoded at once"
+            raise _error(spec, key, what)
 
 
 def check_models(spec: StudySpec) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from search.agreement import Agreement, compare, judge, unpack
 from search.answers import judge as judge_answers
 from search.answers import marked
-from search.data import Prompt, Record, Task
+from search.data import Prompt, Record, Task, Wave, waves
 from search.endpoint import Endpoint, EndpointError
 from search.gate import RecordScore
 from search.gates import Finding
@@ -28,7 +28,7 @@ Tell = Callable[[str, int, int], None]  # what is being measured, how much of it
 
 @dataclass
 class Served:
-    """Timed passes over a set of prompts in one process: seconds and tokens by prompt id.
+    """Timed passes over a set of prompts in one process: seconds by wave (alone: by prompt), tokens by prompt id.
 
     `machine_s[i]` is how long the probe took during pass i: reading one prompt and giving one token. That is the same
     work whenever the same folder is served, and says how fast the machine was (see `search.pace`).
@@ -72,8 +72,11 @@ def time_prompts(
     *,
     probe: Prompt | None = None,
     once: bool = False,
+    concurrency: int = 1,
 ) -> Served:
     """Warm up, then time all prompts, one at a time and in one order, until the mean over passes is narrow.
+
+    With a `concurrency` above 1 they are asked for in waves of so many, as in the search.
 
     Args:
         endpoint: the server.
@@ -82,24 +85,25 @@ def time_prompts(
         tell: told how it goes.
         probe: the prompt whose first token shows how fast the machine is; the first of `prompts` if there is none.
         once: make a single pass.
+        concurrency: how many are asked for at the same time.
 
     Raises:
         EndpointError: an answer was not what was asked for, or a prompt came from the prefix cache.
     """
-    served, probe = Served(), probe or prompts[0]
-    for prompt in prompts[:WARMUPS]:
-        endpoint.complete(prompt.token_ids, output_tokens)
+    served, probe, in_waves = Served(), probe or prompts[0], waves(prompts, concurrency)
+    for wave in in_waves[:WARMUPS]:
+        _complete(endpoint, wave, output_tokens)
     counted = endpoint.draft_counts()
     while len(served.passes) < (1 if once else MOST_PASSES) and not _narrow(served):
         seconds: dict[str, float] = {}
         probes = []
-        for number, prompt in enumerate(prompts):
-            tell("prompts, once" if once else f"pass {len(served.passes) + 1}", number, len(prompts))
+        for number, wave in enumerate(in_waves):
+            tell("prompts, once" if once else f"pass {len(served.passes) + 1}", number, len(in_waves))
             if number % PROBE_EVERY == 0:
                 probes.append(endpoint.complete(probe.token_ids, 1).latency_s)
-            found = endpoint.complete(prompt.token_ids, output_tokens)
-            seconds[prompt.id] = found.latency_s
-            served.stable &= served.tokens.setdefault(prompt.id, found.token_ids) == found.token_ids
+            outputs, seconds[wave.id] = _complete(endpoint, wave, output_tokens)
+            for prompt, token_ids in zip(wave.prompts, outputs, strict=True):
+                served.stable &= served.tokens.setdefault(prompt.id, token_ids) == token_ids
         served.passes.append(seconds)
         served.machine_s.append(statistics.geometric_mean(probes))
     served.drafts, served.draft_tokens = (b - a for a, b in zip(counted, endpoint.draft_counts(), strict=True))
@@ -108,6 +112,14 @@ def time_prompts(
             f"{cached} tokens of the timed prompts came from the server's prefix cache: it did less than it was asked."
         )
     return served
+
+
+def _complete(endpoint: Endpoint, wave: Wave, output_tokens: int) -> tuple[list[list[int]], float]:
+    """Tokens after each prompt of a wave, and the seconds until all were there."""
+    if len(wave.prompts) == 1:
+        found = endpoint.complete(wave.prompts[0].token_ids, output_tokens)
+        return [found.token_ids], found.latency_s
+    return endpoint.complete_together([prompt.token_ids for prompt in wave.prompts], output_tokens)
 
 
 def score_records(endpoint: Endpoint, records: Sequence[Record], tell: Tell, top: int = 0) -> dict[str, RecordScore]:
@@ -167,9 +179,9 @@ def path_shift(endpoint: Endpoint, prompts: Sequence[Prompt], output_tokens: int
     return abs(math.fsum(scored) - math.fsum(said)) / (output_tokens * len(said))
 
 
-def tps(seconds: Mapping[str, float], output_tokens: int) -> float:
-    """Tokens a second of one pass over prompts, each decoded to `output_tokens` tokens."""
-    return len(seconds) * output_tokens / math.fsum(seconds.values())
+def tps(seconds: Mapping[str, float], tokens: int) -> float:
+    """Tokens a second of one pass over prompts or waves, each of `tokens` generated tokens."""
+    return len(seconds) * tokens / math.fsum(seconds.values())
 
 
 def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[float, float]:

@@ -14,15 +14,29 @@ import yaml
 
 from search import builds
 from search.buildknobs import read_build_knob
-from search.data import GATE, HELD_OUT, TUNE, Prompt, Record, Task, content_hash, read_prompts, read_records, read_tasks
+from search.data import (
+    GATE,
+    HELD_OUT,
+    TUNE,
+    Prompt,
+    Record,
+    Task,
+    Wave,
+    content_hash,
+    read_prompts,
+    read_records,
+    read_tasks,
+    waves,
+)
 from search.engine.protocol import KnobValue, Load, Setting
 from search.errors import UsageError
 from search.gates import GateSpec, read_gate
 from search.knobs import KNOWN, METHOD, MTP, NO_DRAFTS, Knob
 from search.secrets import is_secret_name
-from search.section import Section, compose, local_model, plain
+from search.section import Section, compose, line_of, local_model, plain
 
-LEAST_TUNE = 3  # prompts; two say nothing of how they differ
+LEAST_TUNE = 3  # prompts, or waves of them; two say nothing of how they differ
+LEAST_HELD_OUT = 2
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it becomes part of file names
 
 
@@ -66,6 +80,9 @@ class WorkloadSpec:
     `prompts_per_trial` (None: all tune prompts). On a machine whose speed drifts, one control prompt at the
     reference setting is timed before, after and between every `control_prompts` of them (None: no such controls).
     Every `control_trials` timed trials, and in every new worker, several are.
+
+    With a `concurrency` above 1 so many prompts are decoded at the same time, and such a wave takes the place of a
+    prompt in all of this.
     """
 
     prompts: Path
@@ -75,6 +92,12 @@ class WorkloadSpec:
     control_prompts: int | None
     control_trials: int
     warmup: WarmupSpec
+    concurrency: int = 1
+
+    @property
+    def wave_tokens(self) -> int:
+        """Tokens that a wave generates."""
+        return self.concurrency * self.output_tokens
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,25 @@ class StudySpec:
             raise UsageError(f"{self.workload.prompts} holds {len(prompts)} tune prompts: {LEAST_TUNE} are needed.")
         return prompts
 
+    def waves(self) -> list[Wave]:
+        """The tune prompts as they are timed, in file order; a last wave that is not full is left out."""
+        return self._enough(self.prompts(), LEAST_TUNE)
+
+    def held_out_waves(self) -> list[Wave]:
+        """The same of the prompts that the search never sees; there may be none, but not one alone."""
+        prompts = self.held_out_prompts()
+        return self._enough(prompts, LEAST_HELD_OUT) if prompts else []
+
+    def _enough(self, prompts: list[Prompt], least: int) -> list[Wave]:
+        found = waves(prompts, self.workload.concurrency)
+        if len(found) < least:
+            key, number = "workload.concurrency", self.workload.concurrency
+            raise UsageError(
+                f"{self.path}, line {line_of(self.path, key)}: {key}: {len(prompts)} {prompts[0].split} prompts make "
+                f"{len(found)} waves of {number}, and {least} are needed."
+            )
+        return found
+
     def held_out_prompts(self) -> list[Prompt]:
         """The prompts that the search never sees, in file order; there may be none, but not one alone."""
         prompts = [p for p in read_prompts(self.workload.prompts) if p.split == HELD_OUT]
@@ -177,6 +219,7 @@ class StudySpec:
             **{f"knobs.{k.name}": k.as_json() for k in self.build_knobs},
             "workload.prompts": content_hash(self.workload.prompts),
             "workload.output_tokens": self.workload.output_tokens,
+            **({"workload.concurrency": self.workload.concurrency} if self.workload.concurrency > 1 else {}),
             "gate.records": content_hash(self.gate.records),
             "gate.ceiling": {"ppl": self.gate.ppl} if self.gate.ppl is not None else {"ratio": self.gate.ratio},
             **self.gate.more_definition(),
@@ -314,6 +357,7 @@ def _workload(section: Section, folder: Path) -> WorkloadSpec:
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
     most = section.optional("prompts_per_trial", int, least=2)
+    concurrency = section.take("concurrency", int, 1, least=1)
     control_prompts, control_trials = None, 25
     if "control" in section.children:
         part = section.section("control")
@@ -332,7 +376,7 @@ def _workload(section: Section, folder: Path) -> WorkloadSpec:
         part.done()
     section.taken.add("warmup")
     section.done()
-    return WorkloadSpec(prompts, tokens, precision, most, control_prompts, control_trials, warmup)
+    return WorkloadSpec(prompts, tokens, precision, most, control_prompts, control_trials, warmup, concurrency)
 
 
 def _limits(top: Section) -> LimitSpec:

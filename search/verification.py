@@ -66,8 +66,12 @@ def verify(folder: Path, prompts_file: Path | None, records_file: Path | None, s
     claimed = evidence["tps"]["claimed"] if manifest["confirmed"] is True else None
     found = Verification()
     given = _held_out(read_given_prompts(prompts_file or folder / PROMPTS))
-    if len(given) < 2:
-        raise UsageError(f"{prompts_file or folder / PROMPTS} holds one prompt: no speed can be told from one.")
+    concurrency = evidence.get("concurrency", 1)
+    if len(given) < 2 * concurrency:
+        raise UsageError(
+            f"{prompts_file or folder / PROMPTS} holds {len(given)} prompts: no speed can be told from fewer than "
+            f"{'two' if concurrency == 1 else f'two waves of {concurrency}'}."
+        )
     records = read_records(records_file) if records_file else read_records(folder / RECORDS)
     _check_files(found, folder, manifest)
     if claimed is None:
@@ -157,11 +161,13 @@ def _check_served(
         good=not wrong,
         reason=f"Served, it runs {_knobs(effective)}; the evidence was measured at {_knobs(expected)}.",
     )
-    say(f"Timing {len(prompts)} prompts …")
-    speed = served.time_prompts(endpoint, prompts, tokens, lambda *_: None)
+    concurrency = evidence.get("concurrency", 1)
+    at_once = f", {concurrency} at a time" if concurrency > 1 else ""
+    say(f"Timing {len(prompts)} prompts{at_once} …")
+    speed = served.time_prompts(endpoint, prompts, tokens, lambda *_: None, concurrency=concurrency)
     machine_s, slope = evidence["machine_s"], evidence["pace_elasticity"]
-    measured = claim([speed.at(machine_s, slope)], tokens)
-    raw = claim([speed.passes], tokens)
+    measured = claim([speed.at(machine_s, slope)], concurrency * tokens)
+    raw = claim([speed.passes], concurrency * tokens)
     claimed = evidence["tps"]["claimed"]
     now_s = speed.pace_s
     say(

@@ -15,12 +15,12 @@ class RandomWeights(vllm.VllmEngine):
 class TopLogprobs(RandomWeights):
     """In a shown completion's `gaps` stand the 20 largest log-probabilities of each token, largest first."""
 
-    def _generate(self, tokens, params):
+    def _generate(self, prompts, params):
         if params.logprobs:
             params.logprobs = 20
-        output = super()._generate(tokens, params)
-        self._shown = output.outputs[0].logprobs or []
-        return output
+        outputs = super()._generate(prompts, params)
+        self._shown = outputs[0].outputs[0].logprobs or []
+        return outputs
 
     def decode(self, request):
         found = super().decode(request)

@@ -212,3 +212,19 @@ def test_a_leader_is_served_again_on_the_card_that_it_was_confirmed_on_or_all_ar
     assert any("Confirming 2 finalists" in note for note in notes)
     assert {c.figures["card"] for c in store.confirmations()} == {"card 1"}
     assert len(store.winner().figures["processes"]) == 2
+
+
+def test_waves_are_served_at_once_and_their_tokens_counted_together(confirm, study_folder):
+    rows = [json.loads(line) for line in (study_folder / "prompts.jsonl").read_text().splitlines()]
+    more = [{"id": f"h{i}", "split": "held-out", "prompt_token_ids": [i, 7, 9]} for i in range(3)]
+    write_lines(study_folder / "prompts.jsonl", rows + more)
+    spec = replace(confirm.spec, workload=replace(confirm.spec.workload, concurrency=2))
+    store, _, _ = confirm(spec=spec, decode_s=0.1)
+    winner = store.winner()
+    (first, *_), *_ = (process["passes"] for process in winner.figures["processes"])
+    assert set(first) == {wave.id for wave in spec.held_out_waves()} and len(first) == 2
+    assert set(winner.figures["tokens"]) == {p.id for w in spec.waves() + spec.held_out_waves() for p in w.prompts}
+    alone = 64 / 0.102  # tokens a second of a prompt by itself
+    assert 1.3 * alone < winner.mean < 2 * alone
+    assert build_manifest(spec, store, store.outcome(winner.trial))["evidence"]["concurrency"] == 2
+    assert "concurrency" not in build_manifest(confirm.spec, store, store.outcome(winner.trial))["evidence"]

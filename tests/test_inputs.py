@@ -216,3 +216,13 @@ def test_too_few_prompts_to_tell_anything_from_are_refused(study, tune, held_out
 def test_a_context_length_in_words_is_vllms_business(study):
     edit_study(study, "max_model_len: 1024", "max_model_len: 4k")
     check_inputs(read_study(study))
+
+
+def test_an_engine_that_decodes_fewer_prompts_at_once_than_are_asked_for_is_refused(study):
+    edit_study(study, "output_tokens: 64", "output_tokens: 64\n  concurrency: 4")
+    line = line_of(study / "study.yaml", "engine.args.max_num_seqs")
+    refused(study, rf"line {line}: engine.args.max_num_seqs: 1 is under workload.concurrency \(4\)")
+    edit_study(study, "max_num_seqs: 1", "max_num_seqs: 4")
+    check_inputs(read_study(study))
+    edit_study(study, "knobs:", "knobs:\n  max_num_seqs: {choices: [8, 2]}")
+    refused(study, r"knobs.max_num_seqs: 2 is under workload.concurrency \(4\)")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from search.engine.process import Worker, WorkerError
-from search.engine.protocol import Applied, Apply, Decode, Decoded, Load, Loaded, Score, Scored
+from search.engine.protocol import Applied, Apply, Decode, Decoded, DecodeTogether, Load, Loaded, Score, Scored
 
 LIMITS = {"sliding_window": 512, "centroid_top_k": 128, "num_speculative_tokens": 10}
 SETTING = {"sliding_window": 128, "centroid_top_k": 16, "num_speculative_tokens": 4}
@@ -32,6 +32,10 @@ def test_every_request_is_answered_with_its_reply(worker):
     assert (scored.record, scored.tokens) == ("r", 2)
     decoded = worker.ask(Decode(prompt_id="p", prompt=[1, 2, 3], max_tokens=32), Decoded, 30)
     assert decoded.tokens == 32 and decoded.draft_tokens == 4 * decoded.drafts
+    wave = DecodeTogether(wave="w", prompts={"p": [1, 2, 3], "q": [4]}, max_tokens=32)
+    together = worker.ask(wave, Decoded, 30)
+    assert (together.prompt_id, together.tokens) == ("w", 64) and together.draft_tokens == 4 * together.drafts
+    assert decoded.latency_s < together.latency_s < 2 * decoded.latency_s
 
 
 def test_a_refused_setting_leaves_the_worker_usable(worker):

@@ -69,3 +69,22 @@ def test_the_definition_names_what_changed(study_folder):
     (study_folder / "study.yaml").write_text(STUDY.replace("high: 512", "high: 480"))
     after = read_study(study_folder).definition()
     assert {key for key in before if before[key] != after[key]} == {"knobs.sliding_window"}
+
+
+def test_concurrency_makes_waves_in_file_order_and_its_default_changes_nothing(study_folder, edit_study):
+    before = read_study(study_folder)
+    assert [w.id for w in before.waves()] == [p.id for p in before.prompts()]
+    spec = read_study(edit_study("output_tokens: 64", "output_tokens: 64\n  concurrency: 5"))
+    waves = spec.waves()
+    assert [p.id for w in waves for p in w.prompts] == [f"p{i}" for i in range(20)]  # the last four fill none
+    assert len({w.id for w in waves}) == 4 and {len(w.prompts) for w in waves} == {5}
+    assert spec.workload.wave_tokens == 5 * 64
+    assert spec.definition() == {**before.definition(), "workload.concurrency": 5}
+
+
+def test_too_few_waves_are_refused_at_their_line(edit_study):
+    spec = read_study(edit_study("output_tokens: 64", "output_tokens: 64\n  concurrency: 9"))
+    with pytest.raises(UsageError, match="line 13: workload.concurrency: 24 tune prompts make 2 waves of 9, and 3"):
+        spec.waves()
+    with pytest.raises(UsageError, match="2 held-out prompts make 0 waves of 9, and 2"):
+        spec.held_out_waves()

@@ -10,6 +10,7 @@ import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -142,6 +143,23 @@ def test_a_trial_may_ask_for_more_prompts_than_there_are(edit_study, options):
     folder = edit_study("output_tokens: 64", "output_tokens: 64\n  prompts_per_trial: 100\n  precision: 0.001")
     search(read_study(folder), options(6, sampler="random"), Silent())
     assert max(o.prompts for o in stored(options(6)).outcomes() if o.prompts) == 24  # the study's tune prompts
+
+
+def test_waves_are_timed_as_prompts_are_and_make_more_tokens_a_second(edit_study, options):
+    alone = search(
+        read_study(edit_study("max_num_seqs: 1", "max_num_seqs: 4")), options(12, sampler="random"), Silent()
+    )
+    spec = read_study(edit_study("output_tokens: 64", "output_tokens: 64\n  concurrency: 4"))
+    with pytest.raises(UsageError, match="started with workload.concurrency = not set, now it is 4"):
+        search(spec, options(12), Silent())
+    options = partial(options, storage=options(12).storage.replace("study.db", "waves.db"))
+    summary = search(spec, options(12, sampler="random"), Silent())
+    rows = [m for m in stored(options(12)).measurements("speed", "done") if m.trial != REFERENCE]
+    known = {wave.id for wave in spec.waves()}
+    assert rows and {t.prompt for m in rows for t in m.timings} <= known and len(known) == 6
+    assert {t.tokens for m in rows for t in m.timings} == {4 * 64}
+    assert max(m.figures["prompts"] for m in rows) == 6
+    assert 2 * alone.reference.tps < summary.reference.tps < 4 * alone.reference.tps
 
 
 def test_a_trial_that_was_stopped_as_beaten_does_not_overtake_what_beat_it(study_folder, options):

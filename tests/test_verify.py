@@ -291,3 +291,17 @@ def test_the_challenges_evaluator_can_run_an_exported_folder(exported, study_fol
         assert summary["ppl"] == pytest.approx(math.e) and summary["ppl_num_tokens"] == 16 * 16
         assert summary["tps"] == pytest.approx(3 * TOKENS / summary["duration_s"])
         assert json.loads((out / "summary.json").read_text()) == summary
+
+
+def test_a_claim_of_waves_is_held_against_waves(exported, capsys, tmp_path):
+    manifest = json.loads((exported / "manifest.json").read_text())
+    manifest["evidence"]["concurrency"] = 2
+    manifest["evidence"]["tps"]["claimed"] *= 2  # what prompts that are asked for one by one do not reach
+    write(exported, manifest)
+    many = tmp_path / "many.jsonl"
+    write_lines(many, [{"id": i, "prompt_token_ids": [i + 1, 2, 3]} for i in range(4)])
+    assert verified(exported, capsys, "--prompts", str(many))["reasons"] == []
+    write_lines(many, [{"id": i, "prompt_token_ids": [i + 1, 2, 3]} for i in range(3)])
+    with pytest.raises(SystemExit):
+        verify.main([str(exported), "--prompts", str(many)])
+    assert "holds 3 prompts: no speed can be told from fewer than two waves of 2" in capsys.readouterr().err

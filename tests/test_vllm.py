@@ -5,6 +5,7 @@ The table that the live-equals-cold proof prints is seen with: python -m pytest 
 
 import json
 import math
+import random
 import signal
 import subprocess
 import time
@@ -18,9 +19,9 @@ from tokenizers import Tokenizer
 
 from search import records
 from search.agreement import TOP, Agreement, compare, pack, unpack
-from search.data import read_records
+from search.data import json_hash, read_records
 from search.engine.process import Worker, WorkerError
-from search.engine.protocol import Load, Loaded, Score, Scored, Solve, Solved
+from search.engine.protocol import Decode, Decoded, DecodeTogether, Load, Loaded, Score, Scored, Solve, Solved
 from search.knobs import DRAFTS, METHOD, TOP_K, WINDOW
 from search.spec import read_study
 from search.store import Store, open_engine, study_names
@@ -166,14 +167,44 @@ def test_a_task_is_answered_alike_as_text_and_as_tokens_and_up_to_its_stop(live,
     assert answer(ids, ["\n"]) == line and answer(text, []).startswith(line)
 
 
-def test_a_prompt_that_comes_from_the_prefix_cache_is_not_timed(live, spec, tmp_path):
+@pytest.fixture(scope="module")
+def caching(spec, tmp_path_factory):
+    """An engine that keeps prompts, and decodes four at once."""
+    with Worker("tests.real_engines:Caching", tmp_path_factory.mktemp("caching") / "worker.log") as worker:
+        worker.ask(live_request(spec, enforce_eager=True, max_num_seqs=4), Loaded, LOAD_S)
+        yield worker
+
+
+def test_a_prompt_that_comes_from_the_prefix_cache_is_not_timed(live, caching, spec):
     prompt = spec.prompts()[0]
     assert decode(live, prompt).output_hash == decode(live, prompt).output_hash  # the second time, too
-    with Worker("tests.real_engines:Caching", tmp_path / "worker.log") as worker:
-        worker.ask(live_request(spec, enforce_eager=True), Loaded, LOAD_S)
-        decode(worker, prompt)
-        with pytest.raises(WorkerError, match="of its tokens came from the prefix cache"):
-            decode(worker, prompt)
+    decode(caching, prompt)
+    with pytest.raises(WorkerError, match="of its tokens came from the prefix cache"):
+        decode(caching, prompt)
+
+
+def test_a_wave_is_decoded_at_once_and_counts_what_its_prompts_do(live, caching, spec):
+    draw = random.Random(0)
+
+    def prompts(count):
+        return {f"p{i}": [draw.randrange(4096) for _ in range(200)] for i in range(count)}
+
+    for drafts in (0, 4):
+        apply(caching, {**SETTINGS[1], DRAFTS: drafts}, spec.prompts()[1 + drafts])
+        wave = DecodeTogether(wave="w", prompts=prompts(4), max_tokens=64)
+        together = caching.ask(wave, Decoded, 120)
+        assert (together.prompt_id, together.tokens) == ("w", 4 * 64)
+        assert together.draft_tokens == drafts * together.drafts
+        requests = [Decode(prompt_id=p, prompt=tokens, max_tokens=64) for p, tokens in prompts(4).items()]
+        alone = sum(caching.ask(request, Decoded, 120).latency_s for request in requests)
+        print(f"\nK {drafts}: four at once {together.tokens / together.latency_s:.0f} tok/s, alone {256 / alone:.0f}")
+        assert together.latency_s < 0.8 * alone
+    # An engine of one stream takes them in turns: their tokens and drafts are then those of each, to the last one.
+    apply(live, SETTINGS[1], spec.prompts()[0])
+    wave = DecodeTogether(wave="w", prompts={p.id: [*p.token_ids] for p in spec.prompts()[:3]}, max_tokens=48)
+    together, each = live.ask(wave, Decoded, 120), [decode(live, p, show=True) for p in spec.prompts()[:3]]
+    assert together.output_hash == json_hash([one.token_ids for one in each])
+    assert together.drafts == sum(one.drafts for one in each)
 
 
 def test_a_wrong_engine_argument_is_one_sentence(spec, tmp_path):

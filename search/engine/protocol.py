@@ -69,6 +69,18 @@ class Decode(Message, frozen=True):
     show_tokens: bool = False
 
 
+class DecodeTogether(Message, frozen=True):
+    """Decode exactly `max_tokens` greedy tokens after each of `prompts` (token ids by prompt id), all at once.
+
+    The answer is one `Decoded` under the id `wave`: its latency is wall time from the submission of all to the last
+    token of any, its counts are sums over the prompts, and its hash is over all outputs in their order.
+    """
+
+    wave: str
+    prompts: dict[str, list[int]]
+    max_tokens: int
+
+
 class Solve(Message, frozen=True):
     """Continue `prompt` greedily until the model ends the text or writes a text of `stop`, or for `max_tokens`.
 
@@ -142,7 +154,7 @@ class Scored(Message, frozen=True):
 
 
 class Decoded(Message, frozen=True):
-    """One timed prompt. `latency_s` is wall time from submission to the last token, prefill included.
+    """One timed prompt or wave. `latency_s` is wall time from submission to the last token, prefill included.
 
     `drafts` counts verify steps that carried drafts, `draft_tokens` the tokens drafted in them, and
     `accepted_per_pos[i]` how often the draft at position i was accepted. `distinct_4grams` is a share of the output's.
@@ -197,7 +209,7 @@ class EngineError(Exception):
         self.kind = kind
 
 
-Request = Load | Apply | Score | Decode | Solve | Sample | Pace
+Request = Load | Apply | Score | Decode | DecodeTogether | Solve | Sample | Pace
 Reply = Loaded | Applied | Scored | Decoded | Solved | Sampled | Paced | Failed
 
 _encoder = msgspec.json.Encoder()

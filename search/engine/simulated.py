@@ -14,12 +14,15 @@ import os
 import random
 import time
 
+import msgspec
+
 from kernels.plugin import PATCHES
 from search.engine.protocol import (
     Applied,
     Apply,
     Decode,
     Decoded,
+    DecodeTogether,
     EngineError,
     Load,
     Loaded,
@@ -49,6 +52,7 @@ FP8_LOSS = 0.01  # nats a token, that a KV cache of eight bits costs
 BUILD_SPREAD = 0.05  # of ln step time, between engines that are built in different ways
 NGRAM_FOUND = 0.4  # share of steps in which looking up finds a draft
 COLLAPSE = (0.15, 0.45)  # of the model's own window: below a share between these a task is answered wrongly
+BATCH_COST = 0.08  # of a step, for each prompt that is decoded beside the first
 EASE_SHIFT = 0.05  # with it the mean time of all prompts is the law's, although no draft is accepted more than always
 
 
@@ -127,12 +131,24 @@ class SimulatedEngine:
 
     def decode(self, request: Decode) -> Decoded:
         """Steps of (verify + K draft passes), each yielding one token and the accepted drafts."""
+        found = self._timed(request.prompt_id, [request.prompt_id], request.max_tokens)
+        if not request.show_tokens:
+            return found
+        return msgspec.structs.replace(
+            found, token_ids=list(range(request.max_tokens)), gaps=[1.0] * request.max_tokens
+        )
+
+    def decode_together(self, request: DecodeTogether) -> Decoded:
+        """The same for several prompts at once: a step takes BATCH_COST longer for each that is still decoded."""
+        return self._timed(request.wave, list(request.prompts), request.max_tokens)
+
+    def _timed(self, name: str, prompts: list[str], max_tokens: int) -> Decoded:
         drafts_a_step, window = int(self._setting[DRAFTS]), int(self._setting[WINDOW])
         law = self.landscape.decoding({**self.landscape.native, **self._setting})
         half = math.sqrt(3) * self.landscape.noise.prompt_spread
-        ease = math.exp(random.Random(_hash("prompt", request.prompt_id)).uniform(-half, half) + EASE_SHIFT)
-        accepted = [min(MOST_ACCEPTED, rate * ease) * self._found for rate in law.acceptance]
-        steps = math.ceil(request.max_tokens / (1 + sum(accepted)))
+        eases = [math.exp(random.Random(_hash("prompt", p)).uniform(-half, half) + EASE_SHIFT) for p in prompts]
+        accepted = [[min(MOST_ACCEPTED, rate * ease) * self._found for rate in law.acceptance] for ease in eases]
+        steps = [math.ceil(max_tokens / (1 + sum(rates))) for rates in accepted]
         verify_ms, draft_ms = law.verify_ms, law.draft_ms
         if self._setting.get("FA_SLIDING"):
             verify_ms *= 0.97
@@ -140,22 +156,22 @@ class SimulatedEngine:
             draft_ms *= 0.9 if self._setting.get(key) else 1.0
         self._decoded += 1
         noise = math.exp(self._drift() + self._noise.gauss(0.0, LATENCY_NOISE))
-        drafts = round(steps * self._found) if drafts_a_step else 0
+        drafts = [round(count * self._found) if drafts_a_step else 0 for count in steps]
         luck = random.Random(_hash("build", sorted(self._build.items()))).uniform(-BUILD_SPREAD, BUILD_SPREAD)
         if self._build:
             verify_ms *= math.exp(luck)
         draft_ms *= self._found == 1.0  # what is looked up takes no pass of a drafter
+        decode_ms = _steps_taken(steps) * (verify_ms + draft_ms)
+        hits = [[int(rate * n) for rate in rates] for rates, n in zip(accepted, drafts, strict=True)]
         return Decoded(
-            prompt_id=request.prompt_id,
-            tokens=request.max_tokens,
-            latency_s=(law.prefill_ms + steps * (verify_ms + draft_ms)) / 1000 * noise,
-            output_hash=_hash("output", request.prompt_id, window),
-            drafts=drafts,
-            draft_tokens=drafts * drafts_a_step,
-            accepted_per_pos=[int(rate * drafts) for rate in accepted],
+            prompt_id=name,
+            tokens=len(prompts) * max_tokens,
+            latency_s=(len(prompts) * law.prefill_ms + decode_ms) / 1000 * noise,
+            output_hash=_hash("output", *prompts, window),
+            drafts=sum(drafts),
+            draft_tokens=sum(drafts) * drafts_a_step,
+            accepted_per_pos=[sum(at) for at in zip(*hits, strict=True)],
             distinct_4grams=1.0,
-            token_ids=list(range(request.max_tokens)) if request.show_tokens else [],
-            gaps=[1.0] * request.max_tokens if request.show_tokens else [],
         )
 
     def solve(self, request: Solve) -> Solved:
@@ -186,6 +202,15 @@ class SimulatedMiniature(SimulatedEngine):
     """The same over the bundled miniature's landscape: `--engine search.engine.simulated:SimulatedMiniature`."""
 
     landscape = MINIATURE
+
+
+def _steps_taken(steps: list[int]) -> float:
+    """How long prompts that need so many steps take together, by a step of one of them alone."""
+    ended, taken = 0, 0.0
+    for running, count in zip(range(len(steps), 0, -1), sorted(steps), strict=True):
+        taken += (count - ended) * (1 + BATCH_COST * (running - 1))
+        ended = count
+    return taken
 
 
 def _hash(*parts: object) -> str:

@@ -8,8 +8,9 @@ import gc
 import math
 import os
 import platform
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import msgspec
 import torch
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.version import __version__ as vllm_version
@@ -31,6 +33,7 @@ from search.engine.protocol import (
     Apply,
     Decode,
     Decoded,
+    DecodeTogether,
     EngineError,
     KnobValue,
     Load,
@@ -58,7 +61,7 @@ FIXED_ARGS: dict[str, Any] = {
 
 
 class VllmEngine:
-    """One vLLM engine, decoding one stream."""
+    """One vLLM engine, decoding one stream or a wave of them."""
 
     def load(self, request: Load) -> Loaded:
         """Build the engine with the largest K that will be asked for; the window starts at the model's own."""
@@ -129,7 +132,7 @@ class VllmEngine:
         started = time.perf_counter()
         tokens = [*request.context, *request.target]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=request.top, detokenize=not request.top)
-        output = self._generate(tokens, params)
+        (output,) = self._generate([tokens], params)
         logprobs = output.prompt_logprobs or []
         if len(logprobs) != len(tokens):
             raise EngineError(
@@ -157,42 +160,51 @@ class VllmEngine:
 
     def decode(self, request: Decode) -> Decoded:
         """Decode greedily, ignoring the end-of-text token, so that every setting does equal work."""
-        params = SamplingParams(
-            max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, logprobs=2 if request.show_tokens else None
-        )
+        params = _greedy(request.max_tokens, logprobs=2 if request.show_tokens else None)
+        found, (output,) = self._decode(request.prompt_id, [request.prompt], params)
+        if not request.show_tokens:
+            return found
+        gaps = [_gap(entry) for entry in output.logprobs or []]
+        return msgspec.structs.replace(found, token_ids=list(output.token_ids), gaps=gaps)
+
+    def decode_together(self, request: DecodeTogether) -> Decoded:
+        """Decode several prompts likewise, all of them submitted before the first step."""
+        return self._decode(request.wave, list(request.prompts.values()), _greedy(request.max_tokens))[0]
+
+    def _decode(self, name: str, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[Decoded, list[Any]]:
+        """Time prompts that are decoded at once; also what came out for each."""
         before = self._counters()
         started = time.perf_counter()
-        output = self._generate(request.prompt, params)
+        outputs = self._generate(prompts, params)
         latency_s = time.perf_counter() - started
         after = self._counters()
-        token_ids = list(output.outputs[0].token_ids)
-        if len(token_ids) != request.max_tokens:
-            raise EngineError(
-                "impossible-figure",
-                f"Prompt {request.prompt_id}: {len(token_ids)} tokens came back, {request.max_tokens} were asked.",
-            )
+        found = [output.outputs[0] for output in outputs]
+        texts = [list(one.token_ids) for one in found]
+        for token_ids in texts:
+            if len(token_ids) != params.max_tokens:
+                raise EngineError(
+                    "impossible-figure",
+                    f"Prompt {name}: {len(token_ids)} tokens came back, {params.max_tokens} were asked.",
+                )
         cached, drafts, draft_tokens, *accepted = (b - a for a, b in zip(before, after, strict=True))
         if cached:
-            raise EngineError(
-                "impossible-figure", f"Prompt {request.prompt_id}: {cached} of its tokens came from the prefix cache."
-            )
-        return Decoded(
-            prompt_id=request.prompt_id,
-            tokens=len(token_ids),
+            raise EngineError("impossible-figure", f"Prompt {name}: {cached} of its tokens came from the prefix cache.")
+        timed = Decoded(
+            prompt_id=name,
+            tokens=sum(map(len, texts)),
             latency_s=latency_s,
-            output_hash=json_hash(token_ids),
+            output_hash=json_hash(texts if len(texts) > 1 else texts[0]),
             drafts=drafts,
             draft_tokens=draft_tokens,
             accepted_per_pos=accepted,
-            distinct_4grams=distinct_4grams(token_ids),
-            token_ids=token_ids if request.show_tokens else [],
-            gaps=[_gap(entry) for entry in output.outputs[0].logprobs or []],
+            distinct_4grams=statistics.fmean(map(distinct_4grams, texts)),
         )
+        return timed, found
 
     def solve(self, request: Solve) -> Solved:
         """Answer one task, greedily."""
         params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, stop=request.stop or None)
-        return Solved(task=request.task, text=self._generate(request.prompt, params).outputs[0].text)
+        return Solved(task=request.task, text=self._generate([request.prompt], params)[0].outputs[0].text)
 
     def sample(self, request: Sample) -> Sampled:
         """Sample one continuation."""
@@ -203,7 +215,7 @@ class VllmEngine:
             top_p=request.top_p,
             seed=request.seed,
         )
-        found = self._generate(request.prompt, params).outputs[0]
+        found = self._generate([request.prompt], params)[0].outputs[0]
         tokens = list(found.token_ids)
         return Sampled(token_ids=tokens[:-1] if found.finish_reason == "stop" else tokens)
 
@@ -211,9 +223,10 @@ class VllmEngine:
         """Time the processor, which what is built does not change."""
         return Paced(seconds=processor.pace())
 
-    def _generate(self, prompt: str | list[int], params: SamplingParams) -> Any:
-        given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        return self._llm.generate([given], params, use_tqdm=False)[0]
+    def _generate(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Any]:
+        """Outputs of vLLM by prompt, in their order."""
+        given = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+        return list(self._llm.generate(given, params, use_tqdm=False))
 
     def _counters(self) -> list[int]:
         """Tokens found in the prefix cache, drafts, draft tokens, and accepted tokens at each position, so far."""
@@ -246,6 +259,11 @@ def _build(args: dict[str, Any], searched: Iterable[str]) -> Any:
     if missing:
         raise EngineError("bad-setting", plugin.NOT_LOADED.format(keys=" and ".join(missing)))
     return llm
+
+
+def _greedy(max_tokens: int, logprobs: int | None = None) -> SamplingParams:
+    """Exactly `max_tokens` of the likeliest tokens."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
 
 
 def _gap(entry: dict[int, Any]) -> float:

@@ -19,6 +19,7 @@ from search.engine.protocol import (
     Apply,
     Decode,
     Decoded,
+    DecodeTogether,
     EngineError,
     Failed,
     Load,
@@ -67,6 +68,9 @@ class Engine(Protocol):
     def decode(self, request: Decode) -> Decoded:
         """Decode one prompt and time it."""
 
+    def decode_together(self, request: DecodeTogether) -> Decoded:
+        """Decode several prompts at once and time them as one."""
+
     def solve(self, request: Solve) -> Solved:
         """Answer one task."""
 
@@ -89,6 +93,8 @@ def answer(engine: Engine, request: Request) -> Reply:
                 return engine.score(request)
             case Decode():
                 return engine.decode(request)
+            case DecodeTogether():
+                return engine.decode_together(request)
             case Solve():
                 return engine.solve(request)
             case Sample():

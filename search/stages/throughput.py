@@ -1,4 +1,7 @@
-"""The speed stage: prompts timed one by one, with controls in between where the machine drifts."""
+"""The speed stage: prompts timed one by one, with controls in between where the machine drifts.
+
+Where the workload asks for several at once, a wave of them is what is timed and stands for a prompt in every figure.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from search import broken, pace, speed
-from search.data import Prompt
+from search.data import Wave
 from search.engine.process import WorkerError
-from search.engine.protocol import Decode, Decoded, Loaded, Pace, Paced, Setting
+from search.engine.protocol import Decode, Decoded, DecodeTogether, Loaded, Pace, Paced, Setting
 from search.engine.session import EngineSession
 from search.knobs import DRAFTS
 from search.spec import StudySpec
@@ -30,7 +33,7 @@ BETWEEN_PROCESSES = math.sqrt(2) * 0.0016  # relative noise between two processe
 
 @dataclass(frozen=True)
 class Timed:
-    """One timed prompt, and how much slower the machine was just then than for the reference."""
+    """One timed prompt or wave, and how much slower the machine was just then than for the reference."""
 
     decoded: Decoded
     drift: float
@@ -50,7 +53,7 @@ class ThroughputStage(Stage):
 
     def __init__(self, spec: StudySpec, session: EngineSession, store: Store, observer: Observer) -> None:
         super().__init__(session, store, observer)
-        self._prompts = spec.prompts()
+        self._waves = spec.waves()
         self._workload = spec.workload
         self._noise = 0.0
         self._reference: Setting = {}
@@ -83,7 +86,7 @@ class ThroughputStage(Stage):
         self._reference_s = _of_both(reference, again)
         if reference.id != first.id:
             here, there = math.fsum(self._reference_s.values()), math.fsum(_of_both(first, first_again).values())
-            timing = math.hypot(self._noise, float(first.figures["noise"])) / math.sqrt(2 * len(self._prompts))
+            timing = math.hypot(self._noise, float(first.figures["noise"])) / math.sqrt(2 * len(self._waves))
             self._scale, self._scale_error = here / there, math.hypot(timing, BETWEEN_PROCESSES)
             self._observer.note(
                 f"This card ({card}) runs the reference setting {there / here:.3f} × as fast as the one that the study "
@@ -102,7 +105,7 @@ class ThroughputStage(Stage):
             if control.environment_id in here_too and "pace_s" in control.figures:
                 self._note_pace(control.setting, float(control.figures["pace_s"]), float(control.figures["drift"]))
         self._anchors = [self._reference_s]
-        for measured in self._store.fully_timed(len(self._prompts), card):
+        for measured in self._store.fully_timed(len(self._waves), card):
             self._anchors.append({t.prompt: t.latency_s / t.drift for t in measured.timings})
 
     def measure_reference(
@@ -112,7 +115,7 @@ class ThroughputStage(Stage):
         paces = [self._pace()]
         passes = []
         for _ in range(2):
-            passes.append([Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._prompts)])
+            passes.append([Timed(d, 1.0) for d in self._decode_all(REFERENCE, setting, self._waves)])
             paces.append(self._pace())
         first, again = ([t.seconds for t in timed] for timed in passes)
         noise = speed.relative_noise(first, again)
@@ -142,13 +145,13 @@ class ThroughputStage(Stage):
         if self._since_drift <= self._workload.control_trials and not new_worker:
             return None
         reference = self._reference_here()
-        effective = apply(self._session, reference, self._prompts[0])
+        effective = apply(self._session, reference, self._waves[0].prompts[0])
         paces = [self._pace() if self._is_new_build() else None]
-        decoded = self._decode_all(trial, reference, self._prompts[:DRIFT_PROMPTS], "control")
+        decoded = self._decode_all(trial, reference, self._waves[:DRIFT_PROMPTS], "control")
         paces += [self._pace() if self._is_new_build() else None]
         found = speed.compare(
             [_timing(d, d.latency_s) for d in decoded],
-            [speed.PromptTiming(p, self._workload.output_tokens, s, "") for p, s in self._reference_s.items()],
+            [speed.PromptTiming(p, self._workload.wave_tokens, s, "") for p, s in self._reference_s.items()],
         )
         assert found is not None  # DRIFT_PROMPTS are enough
         low, high = (x * self._slower_here() for x in found.interval())
@@ -248,7 +251,7 @@ class ThroughputStage(Stage):
             The estimate, a remark where the trial was stopped because it is beaten, and what is broken if something is.
         """
         all_of_them = on_all or (len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0)
-        most = len(self._prompts)
+        most = len(self._waves)
         if self._workload.prompts_per_trial and not all_of_them:
             most = min(most, self._workload.prompts_per_trial)
         block_size = self._workload.control_prompts or 1
@@ -259,14 +262,14 @@ class ThroughputStage(Stage):
         decoded: list[Decoded] = []  # of the block that is being timed
         before, remark = 1.0, None
         try:
-            before = self._control(trial, self._prompts[0], controls, fresh_is_enough=True)
+            before = self._control(trial, self._waves[0], controls, fresh_is_enough=True)
             for start in range(0, most, block_size):
-                block = self._prompts[start : min(start + block_size, most)]
+                block = self._waves[start : min(start + block_size, most)]
                 if controls or not timed:
                     apply(self._session, setting)
-                for prompt in block:
+                for wave in block:
                     self._observer.stage(trial, setting, "speed", len(timed) + len(decoded), most)
-                    decoded.append(self._decode(prompt, setting))
+                    decoded.append(self._decode(wave, setting))
                 after = self._control(trial, block[0], controls)
                 timed += [Timed(d, math.sqrt(before * after)) for d in decoded]
                 before, decoded = after, []
@@ -282,7 +285,7 @@ class ThroughputStage(Stage):
             if timed:
                 rows.append(self._speed_row(trial, "interrupted", setting, effective, {}, timed))
             raise
-        if len(timed) == len(self._prompts):
+        if len(timed) == len(self._waves):
             self._anchors.append({t.decoded.prompt_id: t.seconds for t in timed})
         found = self._estimate(timed)
         if remark is not None and rival_found is not None:
@@ -352,7 +355,7 @@ class ThroughputStage(Stage):
         beside = speed.beside(rival, compared)
         return beside if beside.half_width < found.half_width or found.tps >= rival.tps else found
 
-    def _control(self, trial: int, prompt: Prompt, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
+    def _control(self, trial: int, wave: Wave, controls: list[Decoded], *, fresh_is_enough: bool = False) -> float:
         """How much slower the machine is now than for the reference (1.1: 10 % slower), by the nearest control."""
         if self._workload.control_prompts is None:
             return self._drift
@@ -361,8 +364,8 @@ class ThroughputStage(Stage):
         reference = self._reference_here()
         apply(self._session, reference)
         self._observer.stage(trial, reference, "control", 0, 1)
-        controls.append(self._decode(prompt, reference))
-        drift = controls[-1].latency_s / self._reference_s[prompt.id] / self._slower_here()
+        controls.append(self._decode(wave, reference))
+        drift = controls[-1].latency_s / self._reference_s[wave.id] / self._slower_here()
         self._last_control = (time.monotonic(), drift)
         return drift
 
@@ -377,21 +380,23 @@ class ThroughputStage(Stage):
         block = self._workload.control_prompts
         return self._noise / math.sqrt(math.ceil(prompts / block)) if block and prompts else 0.0
 
-    def _decode_all(self, trial: int, setting: Setting, prompts: list[Prompt], stage: str = "speed") -> list[Decoded]:
+    def _decode_all(self, trial: int, setting: Setting, waves: list[Wave], stage: str = "speed") -> list[Decoded]:
         decoded = []
-        for number, prompt in enumerate(prompts):
-            self._observer.stage(trial, setting, stage, number, len(prompts))
-            decoded.append(self._decode(prompt, setting))
+        for number, wave in enumerate(waves):
+            self._observer.stage(trial, setting, stage, number, len(waves))
+            decoded.append(self._decode(wave, setting))
         return decoded
 
-    def _decode(self, prompt: Prompt, setting: Setting) -> Decoded:
-        """Decode and time one prompt; figures that cannot be true are refused."""
-        tokens = self._workload.output_tokens
-        request = Decode(prompt_id=prompt.id, prompt=list(prompt.token_ids), max_tokens=tokens)
+    def _decode(self, wave: Wave, setting: Setting) -> Decoded:
+        """Decode and time one prompt or wave; figures that cannot be true are refused."""
+        tokens, prompts = self._workload.output_tokens, {p.id: list(p.token_ids) for p in wave.prompts}
+        request: Decode | DecodeTogether = DecodeTogether(wave=wave.id, prompts=prompts, max_tokens=tokens)
+        if len(prompts) == 1:
+            request = Decode(prompt_id=wave.id, prompt=prompts[wave.id], max_tokens=tokens)
         decoded = self._session.ask(request, Decoded)
-        wrong = impossible(decoded, tokens, int(setting.get(DRAFTS, 0)), self._session.loaded())
+        wrong = impossible(decoded, tokens, int(setting.get(DRAFTS, 0)), self._session.loaded(), len(prompts))
         if wrong:
-            raise self._session.refuse("impossible-figure", f"prompt {prompt.id}: {wrong}")
+            raise self._session.refuse("impossible-figure", f"prompt {wave.id}: {wrong}")
         return decoded
 
     def _speed_row(
@@ -429,11 +434,11 @@ def reference_passes(store: Store, card: str | None) -> list[Measurement]:
     return next(([a, b] for a, b in zip(*passes, strict=True) if of_card[a.environment_id] == card), [])
 
 
-def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> str | None:
-    """Why a timed prompt cannot be what it says, or None: `tokens` were asked for, at K = `drafts`."""
+def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded, prompts: int = 1) -> str | None:
+    """Why a timed prompt cannot be what it says, or None: `tokens` were asked for after each, at K = `drafts`."""
     accepted = sum(decoded.accepted_per_pos)
-    if decoded.tokens != tokens:
-        return f"{decoded.tokens} tokens instead of {tokens}"
+    if decoded.tokens != prompts * tokens:
+        return f"{decoded.tokens} tokens instead of {prompts * tokens}"
     if not 0 < decoded.latency_s < math.inf:
         return f"a latency of {decoded.latency_s} s"
     as_many = decoded.draft_tokens == drafts * decoded.drafts and (drafts == 0 or decoded.drafts > 0)
@@ -441,7 +446,8 @@ def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded) -> st
         return f"{decoded.draft_tokens} tokens drafted in {decoded.drafts} steps at K {drafts}"
     if accepted > decoded.draft_tokens:
         return f"{accepted} drafts accepted of {decoded.draft_tokens}"
-    steps = tokens - accepted  # at the least: each gives one token and what was accepted in it
+    # At the least: a step gives each of the prompts one token and what was accepted in it.
+    steps = -(-(decoded.tokens - accepted) // prompts)
     return broken.over_bandwidth(steps, decoded.latency_s, engine.step_bytes, engine.bandwidth)
 
 
