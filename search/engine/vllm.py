@@ -221,7 +221,7 @@ class VllmEngine:
 
     def pace(self, request: Pace) -> Paced:
         """Time the processor, which what is built does not change."""
-        return Paced(seconds=processor.pace())
+        return Paced(seconds=processor.pace(torch.get_num_threads()))
 
     def _generate(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Any]:
         """Outputs of vLLM by prompt, in their order."""
