@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from search.knobs import NO_DRAFTS, words
 from search.store import Outcome
 from search.summary import Summary
@@ -44,6 +47,7 @@ def found(summary: Summary) -> list[str]:
         f"{best['tps']:.1f} tok/s [{best['tps_low']:.1f}, {best['tps_high']:.1f}], "
         f"{best['tps'] / reference.tps:.2f} × the reference's {reference.tps:.1f}; perplexity {best['ppl']:.4f} "
         f"(reference {reference.ppl:.4f}).",
+        *_more(best),
         *_methods(summary),
         *_cards(summary),
     ]
@@ -54,6 +58,18 @@ def _others(summary: Summary) -> str:
     refused = {name: gate["refused"] for name, gate in summary.gates.items() if name != "ppl"}
     listed = ", ".join(f"{name} {count}" for name, count in refused.items())
     return f" or by another gate ({listed})" if refused else ""
+
+
+def _more(best: Mapping[str, Any]) -> list[str]:
+    """What else was measured while the best was timed."""
+    said = (
+        ("ttft_s", 1e3, "first token after {:.1f} ms"),
+        ("itl_p95_s", 1e3, "95 % of the gaps between tokens at most {:.1f} ms"),
+        ("peak_bytes", 1 / (1 << 30), "peak memory {:.2f} GiB"),
+        ("energy_j", 1.0, "{:.3f} J a token"),
+    )
+    words = [text.format(best[name] * unit) for name, unit, text in said if best.get(name) is not None]
+    return [f"There: {'; '.join(words)}."] if words else []
 
 
 def _methods(summary: Summary) -> list[str]:

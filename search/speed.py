@@ -192,6 +192,22 @@ def beside(other: Throughput, found: Comparison, confidence: float = CONFIDENCE)
     return Throughput(tps, low=tps * math.exp(-half), high=tps * math.exp(half), prompts=found.prompts)
 
 
+def gap_p95(waits: Sequence[float], gaps: int) -> float | None:
+    """The 95th percentile (nearest rank) of the time between one token of a prompt and its next; None without gaps.
+
+    Tokens that arrive together are 0 apart after the first of them, so that a step with accepted drafts is one wait and
+    some zeros: what somebody who reads along sees.
+
+    Args:
+        waits: seconds between arrivals, over all prompts.
+        gaps: tokens over all prompts, less the first of each; those that are no wait are 0.
+    """
+    if gaps < 1:
+        return None
+    rank = math.ceil(0.95 * gaps) - (gaps - len(waits))
+    return sorted(waits)[rank - 1] if rank > 0 else 0.0
+
+
 def relative_noise(first: Sequence[float], again: Sequence[float]) -> float:
     """Relative standard deviation of one latency, from two passes over the same three or more prompts in one order.
 

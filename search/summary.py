@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from search.errors import SearchError
 from search.gates import refusers
 from search.knobs import METHOD
 from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
+from search.store.frames import MORE_FIGURES
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Summary:
     warnings: list[dict[str, Any]]
     confirmed: list[Confirmation]
     winner: Confirmation | None
+    reference_figures: dict[str, float | None] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The document `--json` prints."""
@@ -47,7 +49,7 @@ class Summary:
             "study": self.study,
             "simulated": self.simulated,
             "trials": {**self.counts, "reused": self.reused},
-            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl},
+            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl, **self.reference_figures},
             "ceiling": self.ceiling,
             "front": self.front,
             "cards": self.cards,
@@ -75,7 +77,11 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
     if reference is None:
         raise SearchError("Nothing has been measured yet: --trials must be at least 1.")
     found = {outcome.trial: outcome.gates or {} for outcome in outcomes}
-    front = [{**_point(point), "gates": _others(found[point.trial])} for point in store.front()]
+    sources = {outcome.trial: outcome.source for outcome in outcomes}
+    front = [
+        {**_point(point), **_figures(store, sources[point.trial]), "gates": _others(found[point.trial])}
+        for point in store.front()
+    ]
     refused = Counter(name for gates in found.values() for name in refusers(gates))
     return Summary(
         study=store.study,
@@ -89,6 +95,7 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         reference=reference,
         ceiling=reference.ceiling,
         front=front,
+        reference_figures=_figures(store, REFERENCE),
         cards=dict(Counter(outcome.card for outcome in outcomes if outcome.card and outcome.state != "FAIL")),
         methods=_by_method(outcomes),
         best=front[-1] if front else None,
@@ -107,6 +114,12 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         confirmed=store.confirmations(),
         winner=store.winner(),
     )
+
+
+def _figures(store: Store, trial: int) -> dict[str, float | None]:
+    """A measured trial's latency, memory and energy; None where it was not measured."""
+    measured = next(iter(store.measurements("speed", "done", trial)), None)
+    return {name: measured.figures.get(name) if measured else None for name in MORE_FIGURES}
 
 
 def _others(gates: Mapping[str, Any]) -> dict[str, float]:

@@ -43,6 +43,11 @@ class Hidden:
     def nvmlDeviceGetEnforcedPowerLimit(self, handle):  # noqa: N802
         return 300_000
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+        if handle == 0:
+            raise NVMLError
+        return 2_500_000
+
     def nvmlDeviceGetTemperature(self, handle, sensor):  # noqa: N802
         return 41
 
@@ -67,3 +72,11 @@ def test_what_a_driver_hides_is_none(library, monkeypatch):
 def test_without_a_driver_there_is_no_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu.first_gpu() is None and gpu.memory_used() == {}
+
+
+def test_energy_is_in_joules_and_unknown_where_a_gpu_does_not_count(library, monkeypatch):
+    assert gpu.energy_j() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu.energy_j() == 2500.0
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu.energy_j() is None

@@ -84,6 +84,10 @@ def test_a_search_finishes_its_trials_and_stores_the_front(study_folder, options
     assert summary.best["ppl"] <= summary.ceiling == pytest.approx(1.05 * summary.reference.ppl)
     assert summary.best["tps"] > 1.5 * summary.reference.tps
     assert summary.as_json()["simulated"] is True
+    reference = summary.as_json()["reference"]  # which has no drafts: every token is a step
+    assert reference["itl_p95_s"] * reference["tps"] == pytest.approx(1, rel=0.15)
+    assert summary.best["itl_p95_s"] > reference["itl_p95_s"]  # drafts come in bursts, after longer steps
+    assert "95 % of the gaps between tokens" in "".join(found(summary))
     assert all(o.simulated for o in stored(options(100)).outcomes())
 
 
@@ -159,6 +163,9 @@ def test_waves_are_timed_as_prompts_are_and_make_more_tokens_a_second(edit_study
     assert rows and {t.prompt for m in rows for t in m.timings} <= known and len(known) == 6
     assert {t.tokens for m in rows for t in m.timings} == {4 * 64}
     assert max(m.figures["prompts"] for m in rows) == 6
+    one, four = (s.as_json()["reference"] for s in (alone, summary))  # every step takes longer
+    assert all(1.1 < four[name] / one[name] < 1.4 for name in ("ttft_s", "itl_p95_s"))
+    assert one["peak_bytes"] < four["peak_bytes"] and one["energy_j"] is None
     assert 2 * alone.reference.tps < summary.reference.tps < 4 * alone.reference.tps
 
 

@@ -195,6 +195,10 @@ def test_a_wave_is_decoded_at_once_and_counts_what_its_prompts_do(live, caching,
         together = caching.ask(wave, Decoded, 120)
         assert (together.prompt_id, together.tokens) == ("w", 4 * 64)
         assert together.draft_tokens == drafts * together.drafts
+        assert len(together.first_token_s) == 4 and 0 < max(together.first_token_s) < together.latency_s
+        accepted = sum(together.accepted_per_pos)  # what is accepted arrives with a token that is waited for
+        assert 4 * 63 - accepted <= len(together.waits_s) <= 4 * 63  # a last step may accept beyond the end
+        assert max(together.waits_s) > 0 and together.peak_bytes > 64 << 20 and together.energy_j is None
         requests = [Decode(prompt_id=p, prompt=tokens, max_tokens=64) for p, tokens in prompts(4).items()]
         alone = sum(caching.ask(request, Decoded, 120).latency_s for request in requests)
         print(f"\nK {drafts}: four at once {together.tokens / together.latency_s:.0f} tok/s, alone {256 / alone:.0f}")

@@ -86,6 +86,17 @@ def peak_bandwidth() -> float | None:
         return None
 
 
+def energy_j() -> float | None:
+    """Joules that the first visible GPU has taken since its driver was loaded; None where that is not told."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(_visible(pynvml)[0])) / 1000
+    except Exception:  # no library, no driver, a GPU that does not count
+        return None
+
+
 def wait_for_memory(before: Mapping[str, int], patience_s: float = MEMORY_WAIT_S) -> dict[str, int]:
     """Wait until every GPU is back at what was in use `before`; what is still in use beyond that, by uuid."""
     deadline = time.monotonic() + patience_s

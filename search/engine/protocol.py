@@ -158,6 +158,10 @@ class Decoded(Message, frozen=True):
 
     `drafts` counts verify steps that carried drafts, `draft_tokens` the tokens drafted in them, and
     `accepted_per_pos[i]` how often the draft at position i was accepted. `distinct_4grams` is a share of the output's.
+
+    `first_token_s` is, for each prompt, the time from submission to its first token; `waits_s` are those between one
+    arrival of tokens and the next of the same prompt: as many tokens as a step accepts arrive together. `peak_bytes`
+    is the most memory that the worker held meanwhile, `energy_j` what the device took. Empty or None: not known.
     """
 
     prompt_id: str
@@ -170,6 +174,10 @@ class Decoded(Message, frozen=True):
     distinct_4grams: float
     token_ids: list[int] = []
     gaps: list[float] = []
+    first_token_s: list[float] = []
+    waits_s: list[float] = []
+    peak_bytes: int | None = None
+    energy_j: float | None = None
 
 
 class Solved(Message, frozen=True):

@@ -53,6 +53,7 @@ BUILD_SPREAD = 0.05  # of ln step time, between engines that are built in differ
 NGRAM_FOUND = 0.4  # share of steps in which looking up finds a draft
 COLLAPSE = (0.15, 0.45)  # of the model's own window: below a share between these a task is answered wrongly
 BATCH_COST = 0.08  # of a step, for each prompt that is decoded beside the first
+PEAK_BYTES = (8 << 30, 1 << 20)  # of memory: the weights, and each token that a prompt may look at
 EASE_SHIFT = 0.05  # with it the mean time of all prompts is the law's, although no draft is accepted more than always
 
 
@@ -162,6 +163,7 @@ class SimulatedEngine:
             verify_ms *= math.exp(luck)
         draft_ms *= self._found == 1.0  # what is looked up takes no pass of a drafter
         decode_ms = _steps_taken(steps) * (verify_ms + draft_ms)
+        step_ms = decode_ms / max(steps)
         hits = [[int(rate * n) for rate in rates] for rates, n in zip(accepted, drafts, strict=True)]
         return Decoded(
             prompt_id=name,
@@ -172,6 +174,9 @@ class SimulatedEngine:
             draft_tokens=sum(drafts) * drafts_a_step,
             accepted_per_pos=[sum(at) for at in zip(*hits, strict=True)],
             distinct_4grams=1.0,
+            first_token_s=[(len(prompts) * law.prefill_ms + step_ms) / 1000 * noise] * len(prompts),
+            waits_s=[step_ms / 1000 * noise] * (sum(steps) - len(prompts)),
+            peak_bytes=PEAK_BYTES[0] + PEAK_BYTES[1] * len(prompts) * (window + drafts_a_step),
         )
 
     def solve(self, request: Solve) -> Solved:

@@ -26,7 +26,8 @@ from vllm.version import __version__ as vllm_version
 from kernels import plugin
 from kernels.patches.base import PatchRefusedError
 from search.data import json_hash
-from search.engine import gpu, processor
+from search.engine import gpu, memory, processor
+from search.engine.arrivals import Arrivals
 from search.engine.live import LiveKnobs
 from search.engine.protocol import (
     Applied,
@@ -94,6 +95,7 @@ class VllmEngine:
         searched = [key for key in plugin.PATCHES if key in request.limits]
         native |= {key: int(os.environ.get(key) == "1") for key in searched}
         self._llm = _build(args, [key for key in searched if request.limits[key]])
+        self._arrivals = Arrivals(self._llm.llm_engine)
         self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
         asked = request.build_args | request.build
         require_built(self._live.built(asked), asked)
@@ -173,10 +175,18 @@ class VllmEngine:
 
     def _decode(self, name: str, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[Decoded, list[Any]]:
         """Time prompts that are decoded at once; also what came out for each."""
-        before = self._counters()
+        before, on_gpu = self._counters(), torch.cuda.is_available()
+        self._arrivals.listen()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            memory.forget_peak()
+        energy_before = gpu.energy_j() if on_gpu else None
         started = time.perf_counter()
         outputs = self._generate(prompts, params)
         latency_s = time.perf_counter() - started
+        energy_after = gpu.energy_j() if on_gpu else None
+        peak = int(torch.cuda.max_memory_allocated()) if on_gpu else memory.peak_bytes()
         after = self._counters()
         found = [output.outputs[0] for output in outputs]
         texts = [list(one.token_ids) for one in found]
@@ -189,15 +199,21 @@ class VllmEngine:
         cached, drafts, draft_tokens, *accepted = (b - a for a, b in zip(before, after, strict=True))
         if cached:
             raise EngineError("impossible-figure", f"Prompt {name}: {cached} of its tokens came from the prefix cache.")
+        tokens = sum(map(len, texts))
+        first_token_s, waits_s = self._arrivals.since(started, len(prompts), tokens)
         timed = Decoded(
             prompt_id=name,
-            tokens=sum(map(len, texts)),
+            tokens=tokens,
             latency_s=latency_s,
             output_hash=json_hash(texts if len(texts) > 1 else texts[0]),
             drafts=drafts,
             draft_tokens=draft_tokens,
             accepted_per_pos=accepted,
             distinct_4grams=statistics.fmean(map(distinct_4grams, texts)),
+            first_token_s=first_token_s,
+            waits_s=waits_s,
+            peak_bytes=peak,
+            energy_j=None if energy_before is None or energy_after is None else energy_after - energy_before,
         )
         return timed, found
 

@@ -480,4 +480,24 @@ def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
         "distinct_4grams": statistics.fmean(t.decoded.distinct_4grams for t in timed),
         "accepted_a_step": sum(accepted) / drafts if drafts else 0.0,
         "output_hash": hashlib.sha256("".join(t.decoded.output_hash for t in timed).encode()).hexdigest()[:16],
+        **_more_figures(timed),
+    }
+
+
+def _more_figures(timed: Sequence[Timed]) -> dict[str, float | None]:
+    """Seconds to the first token (median over prompts) and between tokens, on the machine as it was for the reference.
+
+    With the most memory that the worker held, and the energy that a token took. None where one of `timed` lacks it.
+    """
+    of_time = all(t.decoded.first_token_s for t in timed)
+    first = [second / t.drift for t in timed for second in t.decoded.first_token_s]
+    waits = [second / t.drift for t in timed for second in t.decoded.waits_s]
+    tokens = sum(t.decoded.tokens for t in timed)
+    peaks, energies = [t.decoded.peak_bytes for t in timed], [t.decoded.energy_j for t in timed]
+    held, taken = [p for p in peaks if p is not None], [e for e in energies if e is not None]
+    return {
+        "ttft_s": statistics.median(first) if of_time else None,
+        "itl_p95_s": speed.gap_p95(waits, tokens - len(first)) if of_time else None,
+        "peak_bytes": max(held) if len(held) == len(timed) else None,
+        "energy_j": sum(taken) / tokens if len(taken) == len(timed) else None,
     }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
+MORE_FIGURES = ("ttft_s", "itl_p95_s", "peak_bytes", "energy_j")  # of a speed measurement (energy_j: a token)
 DRIFT_COLUMNS = ("drift", "low", "high")
 STAGE_COLUMNS = ("trial", "stage", "status", "wall_s", "made_at", *DRIFT_COLUMNS)
 CLAIM_COLUMNS = ("trial", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass")
@@ -32,8 +33,9 @@ class Frames:
     trials: a row a trial, by number: state, a column for each knob, tps with tps_low and tps_high (tokens a second),
         ppl (over the records that the gate used), ppl_of_all (over all of them; an estimate where it was rejected
         early), refused_by (gates over their limits, by name), a column for the figure of each gate beside perplexity
-        (see `search.gates`), on_front, acceptance_rate (a list by position), reused_from, reason, failure,
-        failed_stage, warning, wall_s, finished_at, card, and card_tps, what tps was on that card.
+        (see `search.gates`), on_front, acceptance_rate (a list by position), ttft_s (median seconds to the first
+        token), itl_p95_s (between tokens), peak_bytes, energy_j (a token), reused_from, reason, failure, failed_stage,
+        warning, wall_s, finished_at, card, and card_tps, what tps was on that card.
     reference: the same of the reference setting.
     stages: a row a stage of a trial: trial, stage, status, wall_s, made_at, and drift, low, high where the reference
         was timed again.
@@ -78,12 +80,12 @@ def frames(store: Store) -> Frames:
     if reference is None:
         raise SearchError(f"Nothing has been measured in study {store.study!r} yet.")
     stages = store.stages()
-    accepted = {m.trial: m.figures.get("acceptance_rate") for m in stages if (m.stage, m.status) == ("speed", "done")}
+    timed = {m.trial: m.figures for m in stages if (m.stage, m.status) == ("speed", "done")}
     front = {point.trial for point in store.front()}
     outcomes = [reference, *store.outcomes()]
     found = {name for outcome in outcomes for name in outcome.setting}
     knobs = tuple(name for name in (*KNOWN, *sorted(found - KNOWN.keys())) if name in found)
-    rows = [_trial(outcome, accepted, front, knobs) for outcome in outcomes]
+    rows = [_trial(outcome, timed, front, knobs) for outcome in outcomes]
     table = pd.DataFrame(rows).set_index("trial", drop=False)
     assert reference.ceiling is not None
     return Frames(
@@ -112,7 +114,7 @@ def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
 
 
-def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int], knobs: tuple[str, ...]) -> dict[str, Any]:
+def _trial(outcome: Outcome, timed: dict[int, Any], front: set[int], knobs: tuple[str, ...]) -> dict[str, Any]:
     names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "prompts", "reused_from", "reason")
     more = ("failure", "failed_stage", "warning", "wall_s", "card", "card_tps")
     return {
@@ -122,7 +124,7 @@ def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int], knobs: t
         "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),
         **{name: outcome.setting.get(name) for name in knobs},
         "on_front": outcome.trial in front,
-        "acceptance_rate": accepted.get(outcome.source),
+        **{name: timed.get(outcome.source, {}).get(name) for name in ("acceptance_rate", *MORE_FIGURES)},
         "finished_at": outcome.created_at,
     }
 
