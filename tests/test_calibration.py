@@ -28,6 +28,7 @@ class InProcess:
     """A session whose engine is here, so that a thousand studies take seconds; each study has prompts of its own."""
 
     environment_id = 1
+    build: dict = {}  # noqa: RUF012
 
     def __init__(self, seed):
         self._seed = seed

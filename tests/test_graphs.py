@@ -111,7 +111,7 @@ def test_graphs_are_captured_again_only_when_something_changed(runner, scheduler
         torch.device("cuda"),
         [],
         None,
-        object(),
+        SimpleNamespace(method="mtp"),
     )
     worker = SimpleNamespace(model_runner=runner)
     core = SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace(driver_worker=worker))

@@ -30,6 +30,7 @@ def summary(**changes):
         "simulated": False,
         "counts": {"complete": 45, "pruned": 15, "failed": 0},
         "cards": {"card 0": 60},
+        "methods": {},
         "reused": 2,
         "reference": outcome(-1, tps=100.0, ppl=2.3),
         "ceiling": CEILING,
