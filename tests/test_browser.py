@@ -40,7 +40,10 @@ def chromium():
 
 @pytest.fixture
 def open_page(chromium):
-    """Open an address; at the end, nothing must have gone wrong in any page."""
+    """Open an address; at the end, nothing must have gone wrong in any page.
+
+    Ask for it after the server whose page it opens, so that pages are closed before the server ends.
+    """
     complaints, contexts = [], []
 
     def open_page(address, viewport=DESK, scheme="light"):
@@ -195,7 +198,7 @@ def dashboard():
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
-def test_the_dashboard_shows_a_finished_study(open_page, dashboard, searched, viewport):
+def test_the_dashboard_shows_a_finished_study(dashboard, open_page, searched, viewport):
     page, store = open_page(dashboard(searched), viewport), Store(open_engine(searched), "synthetic-simulated")
     expect(page.get_by_text("Best Trials").first).to_be_visible(timeout=20_000)
     page.wait_for_timeout(2000)  # its plots are drawn
@@ -205,7 +208,7 @@ def test_the_dashboard_shows_a_finished_study(open_page, dashboard, searched, vi
     picture(page, f"dashboard-note-{viewport['width']}")
 
 
-def test_the_dashboard_follows_a_search_that_goes_on(open_page, dashboard, python, study_folder, tmp_path):
+def test_the_dashboard_follows_a_search_that_goes_on(dashboard, open_page, python, study_folder, tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
     simulated = ["--engine", "simulated", "--sampler", "random"]  # trials that take no time
     command = [python, "-m", "search.run", *simulated, "--study", study_folder, "--trials", "400"]
