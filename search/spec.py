@@ -23,6 +23,7 @@ from search.data import (
     Task,
     Wave,
     content_hash,
+    json_hash,
     read_prompts,
     read_records,
     read_tasks,
@@ -137,6 +138,10 @@ class StudySpec:
     def build_of(self, setting: Mapping[str, KnobValue]) -> Setting:
         """The part of a setting that its engine is built with."""
         return builds.part(self.build_knobs, setting)
+
+    def build_key(self, setting: Mapping[str, KnobValue]) -> str:
+        """The engine of a setting as one comparable text: settings with one key need no other engine."""
+        return json_hash(self.build_of(setting))
 
     def resolved(self, setting: Mapping[str, KnobValue]) -> builds.Resolved:
         """What the engine of a setting is built from."""

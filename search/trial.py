@@ -96,9 +96,11 @@ class Laboratory:
 
     def _native_of(self, setting: Mapping[str, KnobValue]) -> Setting | None:
         """What the engine of a setting declares; None where there has been none of that build."""
-        key = setting_key(self._spec.build_of(setting))
+        key = self._spec.build_key(setting)
         if key not in self._natives:
-            self._natives |= {setting_key(e.facts.get("build", {})): e.native for e in self._store.environments()}
+            self._natives |= {
+                self._spec.build_key(e.facts.get("build", {})): e.native for e in self._store.environments()
+            }
         return self._natives.get(key)
 
     def spelled(self, setting: Mapping[str, KnobValue]) -> Setting:
@@ -411,7 +413,7 @@ class Laboratory:
 
     def _store_environment(self, loaded: Loaded, log: Path) -> int:
         build = self._session.build
-        self._natives[setting_key(build)] = loaded.native
+        self._natives[self._spec.build_key(build)] = loaded.native
         return self._store.add_environment(
             Environment(
                 study=self._store.study,

@@ -17,7 +17,6 @@ from search.samplers import Problem, Reference
 from search.samplers.gated import worth_another
 from search.samplers.problem import distribution
 from search.spec import StudySpec
-from search.store import setting_key
 
 COUNTED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
 
@@ -45,7 +44,7 @@ class Turns:
     ) -> None:
         self._spec = spec
         self._plan = builds.plan(spec.build_knobs, trials, bool(spec.knobs), seed)
-        self._keys = [setting_key(build) for build in self._plan.builds]
+        self._keys = [spec.build_key(build) for build in self._plan.builds]
         self._problem = problem
         self._default = default
         self._note = note
@@ -64,16 +63,16 @@ class Turns:
         if not self._spec.build_knobs:
             return None if stop_early and not worth_another(study.get_trials(deepcopy=False)) else self._problem
         trials = study.get_trials(deepcopy=False)
-        by_build: list[list[FrozenTrial]] = [[] for _ in self._keys]
+        by_key: dict[str, list[FrozenTrial]] = {key: [] for key in self._keys}
         for trial in trials:
-            key = setting_key(self._spec.build_of(trial.params))
-            if key in self._keys:
-                by_build[self._keys.index(key)].append(trial)
+            by_key.get(self._spec.build_key(trial.params), []).append(trial)
+        by_build = list(by_key.values())
         closed = {n for n, of_it in enumerate(by_build) if any(map(_did_not_start, of_it))}
         if stop_early:
             closed |= {n for n, of_it in enumerate(by_build) if not worth_another(of_it)}
         counts = [sum(t.state in COUNTED for t in of_it) for of_it in by_build]
-        here = self._keys.index(setting_key(running)) if setting_key(running) in self._keys else None
+        key = self._spec.build_key(running)
+        here = self._keys.index(key) if key in self._keys else None
         elsewhere = {n for n, of_it in enumerate(by_build) if any(t.state == TrialState.RUNNING for t in of_it)} - {
             here
         }

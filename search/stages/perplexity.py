@@ -24,7 +24,7 @@ from search.gates import Finding
 from search.knobs import quality_part
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, score
-from search.store import REFERENCE, Measurement, Store, setting_key
+from search.store import REFERENCE, Measurement, Store
 
 OTHER_BUILD = (
     "The model or the engine's build is not the one that the study's reference was measured on, and their figures "
@@ -79,7 +79,7 @@ class PerplexityStage(Stage):
         """Whether the memory was proved right, by this searcher or another."""
         self._proofs = {}
         for proof in self._store.measurements("gate", "proof"):
-            self._proofs.setdefault(self._build_key(proof.setting), []).append(proof.figures["shift"] <= SAME_NLL)
+            self._proofs.setdefault(self._spec.build_key(proof.setting), []).append(proof.figures["shift"] <= SAME_NLL)
 
     def _recall_second_scorings(self) -> None:
         for measured in self._store.measurements("gate", "done"):
@@ -124,10 +124,10 @@ class PerplexityStage(Stage):
             status = "proof"
             again = self._score(trial, setting, self._order[::-1])
             scored, figures["shift"] = len(again), gate.largest_shift(scores, again)
-            holds, before = figures["shift"] <= SAME_NLL, self._memory(setting)
-            self._proofs.setdefault(self._build_key(setting), []).append(holds)
+            holds, apart = figures["shift"] <= SAME_NLL, self._memory(setting)[0]
+            self._proofs.setdefault(self._spec.build_key(setting), []).append(holds)
             if not holds:
-                self._forget(figures["shift"], own=self._memory(setting)[0] > before[0])
+                self._forget(figures["shift"], own=not apart and self._memory(setting)[0])
                 key, scores = self._setting_key(setting), again
                 self._store.remember_scores(key, scores)
         if not scores or not self._decided(scores):
@@ -253,14 +253,11 @@ class PerplexityStage(Stage):
 
         The first proof of another build than the reference's is held against what that one scored.
         """
-        key = self._build_key(setting)
+        key = self._spec.build_key(setting)
         proofs = self._proofs.get(key, [])
-        own = key != setting_key(self._base) and proofs[:1] == [False]
+        own = key != self._spec.build_key(self._base) and proofs[:1] == [False]
         decided = proofs[1:] if own else proofs
         return own, decided[0] if decided else None
-
-    def _build_key(self, setting: Setting) -> str:
-        return setting_key(self._spec.build_of(setting))
 
     def _setting_key(self, setting: Setting) -> str:
         own, holds = self._memory(setting)

@@ -21,7 +21,7 @@ from search.engine.session import EngineSession
 from search.knobs import DRAFTS
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, apply
-from search.store import REFERENCE, Measurement, PromptTimingRow, Store, setting_key
+from search.store import REFERENCE, Measurement, PromptTimingRow, Store
 
 MIN_PROMPTS = 6  # timed before an interval is believed
 LEAST_CHANCE = 0.5  # of being faster than a setting that is no worse: below it a trial is not timed further
@@ -99,7 +99,7 @@ class ThroughputStage(Stage):
             if timed.environment_id in here_too:
                 self._drift, self._environment = float(timed.figures["drift"]), timed.environment_id
                 if "slower" in timed.figures:
-                    self._slower[self._build_key(timed.setting)] = float(timed.figures["slower"])
+                    self._slower[self._spec.build_key(timed.setting)] = float(timed.figures["slower"])
         self._paces = [(float(reference.figures["pace_s"]), 1.0)] if "pace_s" in reference.figures else []
         for control in self._store.measurements("speed", "control") if self._paces else []:
             if control.environment_id in here_too and "pace_s" in control.figures:
@@ -159,7 +159,7 @@ class ThroughputStage(Stage):
         slower: dict[str, float] = {}
         if self._is_new_build():
             self._drift = self._drift_by_pace([p for p in paces if p is not None])
-            slower["slower"] = self._slower[self._build_key(self._session.build)] = (
+            slower["slower"] = self._slower[self._spec.build_key(self._session.build)] = (
                 math.exp(-found.log_ratio) / self._drift
             )
         else:
@@ -208,20 +208,17 @@ class ThroughputStage(Stage):
 
     def _is_new_build(self) -> bool:
         build = self._session.build
-        return build != self._spec.build_of(self._reference) and self._build_key(build) not in self._slower
+        return build != self._spec.build_of(self._reference) and self._spec.build_key(build) not in self._slower
 
     def slower(self, build: Setting) -> float:
         """How many times as long the reference setting takes on an engine built so as on the reference's.
 
         It is 1 where that is not known.
         """
-        return self._slower.get(setting_key(build), 1.0)
+        return self._slower.get(self._spec.build_key(build), 1.0)
 
     def _slower_here(self) -> float:
         return self.slower(self._session.build)
-
-    def _build_key(self, setting: Setting) -> str:
-        return setting_key(self._spec.build_of(setting))
 
     def measure(
         self,
