@@ -214,7 +214,7 @@ def _claim_at(confirmation: Confirmation, slope: float, tokens: int) -> None:
     gap: dict[str, float | None] = {"tune_tps": promise.mean, "held_out_tps": None, "gap": None, "least_gap": None}
     if confirmation.figures["tune"] is not None:
         (tune,) = _again(confirmation.figures["tune"]).at(machine_s, slope)
-        fall, least_fall = served.fall(tune, processes[0].at(machine_s, slope)[0])
+        fall, least_fall = served.fall(tune, processes[0].at(machine_s, slope))
         gap = {"tune_tps": served.tps(tune, tokens), "held_out_tps": promise.mean, "gap": fall, "least_gap": least_fall}
     confirmation.figures = {**confirmation.figures, **of_pace, **gap}
 

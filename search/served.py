@@ -7,9 +7,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scipy import stats
+
 from search.agreement import Agreement, compare, judge, unpack
 from search.answers import judge as judge_answers
 from search.answers import marked
+from search.claim import CONFIDENCE
 from search.data import Prompt, Record, Task, Wave, waves
 from search.endpoint import Endpoint, EndpointError
 from search.gate import RecordScore
@@ -184,19 +187,30 @@ def tps(seconds: Mapping[str, float], tokens: int) -> float:
     return len(seconds) * tokens / math.fsum(seconds.values())
 
 
-def fall(tune: Mapping[str, float], held_out: Mapping[str, float]) -> tuple[float, float]:
-    """How far throughput falls from tune to held-out prompts, and the least fall that the prompts' spread allows.
+def fall(tune: Mapping[str, float], held_out: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """How far throughput falls from tune to held-out prompts, and the least fall that the measurement allows.
 
-    Both relative (0.05 is 5 %); seconds by prompt id, all of them for equally many tokens. The second is the lower end
-    of a two-sided 95 % interval (normal, over prompts).
+    Both relative (0.05 is 5 %). The second is the lower end of a two-sided 95 % interval (Student's t). It allows for
+    the spread of prompts, taken from both sets together, so that two held-out prompts that happen to be alike do not
+    pass for certainty; and for the spread of passes, as a single one was made over the tune prompts.
+
+    Args:
+        tune: seconds by prompt id, three prompts or more.
+        held_out: the same of two passes or more over the held-out prompts; each for as many tokens.
     """
-    means = [statistics.fmean(seconds.values()) for seconds in (tune, held_out)]
-    errors = [
-        statistics.stdev(seconds.values()) / math.sqrt(len(seconds)) / mean
-        for seconds, mean in zip((tune, held_out), means, strict=True)
+    passes = [statistics.fmean(seconds.values()) for seconds in held_out]
+    again = [statistics.fmean(seconds[prompt] for seconds in held_out) for prompt in held_out[0]]
+    means = statistics.fmean(tune.values()), statistics.fmean(again)
+    deviations = [s / means[0] - 1 for s in tune.values()] + [s / means[1] - 1 for s in again]
+    freedoms = len(deviations) - 2, len(passes) - 1
+    of_prompts = math.fsum(d**2 for d in deviations) / freedoms[0] * (1 / len(tune) + 1 / len(again))
+    of_passes = statistics.variance(passes) / means[1] ** 2 * (1 + 1 / len(passes))
+    halves = [
+        float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
+        for freedom, variance in zip(freedoms, (of_prompts, of_passes), strict=True)
     ]
-    found = 1 - means[0] / means[1]
-    return found, found - 1.96 * math.hypot(*errors)
+    found, half = math.log(means[1] / means[0]), math.hypot(*halves)
+    return -math.expm1(-found), -math.expm1(half - found)
 
 
 def _narrow(served: Served) -> bool:

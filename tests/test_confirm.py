@@ -1,6 +1,7 @@
 """Confirming finalists on a made-up server (test_vllm.py confirms on a real one)."""
 
 import json
+import random
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from search.gate import RecordScore
 from search.gates import AgreementSpec, TaskSpec
 from search.identity import Plain
 from search.manifest import build_manifest, write_manifest
+from search.served import fall
 from search.spec import read_study
 from search.store import REFERENCE, Environment, Measurement, Outcome, Store, open_engine, setting_key
 
@@ -88,7 +90,7 @@ def confirm(study_folder, tmp_path, monkeypatch):
             out.mkdir(parents=True)
             shutil.copy(Path(__file__).parent / "fake_serve.py", out / "serve.py")
             effective = {**EFFECTIVE, "centroid_top_k": int(manifest["env"]["CENTROID_TOP_K"])}
-            said = {"drafts": 4, "first_token_s": 0.002, "decode_s": 0.004, "logprob": -1.0}
+            said = {"drafts": 4, "first_token_s": 0.005, "decode_s": 0.01, "logprob": -1.0}
             manifest["env"]["FAKE"] = json.dumps({"effective": effective, **said, **fake})
             (out / "manifest.json").write_text(json.dumps(manifest))
 
@@ -163,13 +165,30 @@ def test_the_exported_folder_holds_the_tasks_and_the_reference(confirm_gated, tm
 def test_the_leader_wins_after_two_processes_and_nothing_is_measured_twice(confirm):
     store, notes, laboratory = confirm()
     winner, found = store.winner(), store.confirmations()
-    assert [c.eligible for c in found] == [True, True]
+    assert [(c.eligible, c.reason) for c in found] == [(True, None)] * 2
     assert len(winner.figures["processes"]) == 2 and winner.figures["same_tokens_again"] == 1.0
     assert winner.figures["identity"]["rate"] == 1.0
     assert winner.claimed <= winner.mean and winner.low < winner.mean < winner.high
     assert laboratory.ended >= 1 and any("Confirming 2 finalists" in note for note in notes)
     store, notes, laboratory = confirm()
     assert list(notes) == [] and laboratory.ended == 0
+
+
+@pytest.mark.parametrize(
+    ("held_out", "spread", "machine"), [(2, 0.1, 0.0), (24, 0.1, 0.0), (24, 0.1, 0.05), (2, 0.0, 0.1)]
+)
+def test_held_out_prompts_of_the_same_kind_are_not_said_to_be_slower(held_out, spread, machine):
+    draw = random.Random(0)
+
+    def timed(count, passes, slower=1.0):
+        alone = {str(i): slower * draw.gauss(1.0, spread) for i in range(count)}
+        paces = [draw.gauss(1.0, machine) for _ in range(passes)]
+        return [{prompt: seconds * pace for prompt, seconds in alone.items()} for pace in paces]
+
+    said = sum(fall(*timed(24, 1), timed(held_out, 3))[1] > 0 for _ in range(2000)) / 2000
+    assert 0.015 < said < 0.035  # one end of an interval of 95 %
+    found, least = fall(*timed(24, 1), timed(held_out, 3, 3.0))
+    assert found == pytest.approx(2 / 3, abs=0.1) and 0.05 < least < found
 
 
 @pytest.mark.parametrize(
