@@ -67,6 +67,10 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost, 
         checks.append(Check("model and drafter", GOOD, _model_words(spec, model)))
         checks.append(_checked("prompts and records", lambda: _text_words(spec, model)))
         checks.append(_memory(spec, model, device))
+    if "energy_j" in spec.objectives:
+        told = gpu.energy_j() is not None
+        says = "the GPU counts it" if told else "objectives name energy_j, and there is no GPU that counts it"
+        checks.append(Check("energy", GOOD if told else BAD, says))
     if spec.build_knobs:
         checks.append(_engines(spec, trials))
     checks.append(_storage(url))

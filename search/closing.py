@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from search.knobs import NO_DRAFTS, words
+from search.objectives import DEFAULT, MORE, OBJECTIVES, listed
 from search.store import Outcome
 from search.summary import Summary
 
@@ -43,11 +44,12 @@ def found(summary: Summary) -> list[str]:
     marked = "SIMULATED " if summary.simulated else ""
     return [
         *lines,
-        f"{marked}Best of a front of {len(summary.front)}: trial {best['trial']} ({words(best['knobs'])}): "
+        f"{marked}{_of_front(summary)}: trial {best['trial']} ({words(best['knobs'])}): "
         f"{best['tps']:.1f} tok/s [{best['tps_low']:.1f}, {best['tps_high']:.1f}], "
         f"{best['tps'] / reference.tps:.2f} × the reference's {reference.tps:.1f}; perplexity {best['ppl']:.4f} "
         f"(reference {reference.ppl:.4f}).",
         *_more(best),
+        *_best_in_others(summary),
         *_methods(summary),
         *_cards(summary),
     ]
@@ -60,15 +62,30 @@ def _others(summary: Summary) -> str:
     return f" or by another gate ({listed})" if refused else ""
 
 
+def _of_front(summary: Summary) -> str:
+    """What the best is the best of."""
+    if summary.objectives == DEFAULT:
+        return f"Best of a front of {len(summary.front)}"
+    return f"Fastest of a front of {len(summary.front)} ({listed(summary.objectives)})"
+
+
+def _best_in_others(summary: Summary) -> list[str]:
+    """Who is best in each of the other objectives, where the front is not made of TPS and perplexity."""
+    if summary.objectives == DEFAULT:
+        return []
+    lines = []
+    for name in (name for name in summary.objectives if name != "tps"):
+        least = min(summary.front, key=lambda point: point[name])
+        lines.append(
+            f"Least {OBJECTIVES[name].words}: trial {least['trial']} ({words(least['knobs'])}): "
+            f"{OBJECTIVES[name].shown(least[name])}, {least['tps']:.1f} tok/s."
+        )
+    return lines
+
+
 def _more(best: Mapping[str, Any]) -> list[str]:
     """What else was measured while the best was timed."""
-    said = (
-        ("ttft_s", 1e3, "first token after {:.1f} ms"),
-        ("itl_p95_s", 1e3, "95 % of the gaps between tokens at most {:.1f} ms"),
-        ("peak_bytes", 1 / (1 << 30), "peak memory {:.2f} GiB"),
-        ("energy_j", 1.0, "{:.3f} J a token"),
-    )
-    words = [text.format(best[name] * unit) for name, unit, text in said if best.get(name) is not None]
+    words = [OBJECTIVES[name].shown(best[name]) for name in MORE if best.get(name) is not None]
     return [f"There: {'; '.join(words)}."] if words else []
 
 

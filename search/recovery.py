@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from search.engine.group import end_marked
 from search.errors import SearchError
 from search.gates import constraints
+from search.objectives import DEFAULT, OBJECTIVES, values
 from search.owner import on_this_host, owner_lives, owner_name
 from search.stages import Observer
 from search.storage import SharedStorage, end_trial
@@ -29,8 +31,10 @@ LEASE_S = 180.0  # of a searcher on another host: more than the two minutes for 
 CONSTRAINT = "ppl"
 
 
-def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
+def open_study(url: str, name: str, engine: Engine, objectives: Sequence[str] = DEFAULT) -> optuna.Study:
     """The Optuna study of that name, made if it is new; `engine` is ours on the same database.
+
+    Its values are the `objectives`, in their order.
 
     Two searchers that start together both try to make Optuna's tables; the one that loses tries again.
     """
@@ -39,12 +43,12 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
     while True:
         try:
             storage = SharedStorage(full_url(url), optuna_options(url, engine))
-            study = optuna.create_study(
-                storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
-            )
+            ways = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
+            directions = [ways[OBJECTIVES[name].maximize] for name in objectives]
+            study = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                study.set_metric_names(["tps", "ppl"])
+                study.set_metric_names(list(objectives))
             return study
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError) as error:
             if time.monotonic() > deadline:
@@ -54,7 +58,12 @@ def open_study(url: str, name: str, engine: Engine) -> optuna.Study:
             time.sleep(0.5)
 
 
-def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = None) -> None:
+def tell(
+    study: optuna.Study,
+    outcome: Outcome,
+    objectives: Sequence[str] = DEFAULT,
+    asked: optuna.Trial | None = None,
+) -> None:
     """Tell Optuna how a trial ended; its constraints, one a gate, and figures stay readable when it was pruned.
 
     A trial that has been told stays as it is. `asked`, the trial as it was asked for, saves reading it again.
@@ -79,16 +88,17 @@ def tell(study: optuna.Study, outcome: Outcome, asked: optuna.Trial | None = Non
         "warning": outcome.warning,
         "simulated": outcome.simulated or None,
         "wall_s": outcome.wall_s,
+        **(outcome.figures or {}),
     }
-    values = None
+    told = None
     if outcome.state == "COMPLETE":
-        assert outcome.tps is not None and outcome.ppl is not None
-        values = [outcome.tps, outcome.ppl]
+        told = values(outcome, objectives)
+        assert told is not None  # or it would have failed
     end_trial(
         study,
         trial_id,
         TrialState[outcome.state],
-        values,
+        told,
         {name: value for name, value in attributes.items() if value is not None},
         {f"constraints:{name}": excess for name, excess in _constraints(outcome).items()},
     )
@@ -157,7 +167,7 @@ def settle(study: optuna.Study, store: Store, number: int) -> None:
     outcome = store.outcome(number)
     if outcome is not None:
         with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another was quicker
-            tell(study, outcome)
+            tell(study, outcome, store.objectives())
     elif close(study, number):
         trial = _trial(study, number)
         params = trial.params or trial.system_attrs.get("fixed_params")

@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search import gates
 from search.attachments import Attachments, attachments
 from search.errors import SearchError
+from search.objectives import DEFAULT, MORE, OBJECTIVES, listed
 from search.report.figures import front
 from search.report.page import headline
 from search.store import Store, engine_options, full_url, open_engine, study_names
@@ -96,6 +97,7 @@ def study_note(study: Frames) -> str:
         "**SIMULATED: every figure is made up.**" if study.simulated else "",
         f"Ceiling: perplexity **{study.ceiling:.4f}**. Reference: {reference.tps:.1f} tok/s at {reference.ppl:.4f}.",
         gates.words(study.gates),
+        "" if study.objectives == DEFAULT else f"The front is made of {listed(study.objectives)}.",
         best or "No setting has passed the gate.",
         "" if top.p_pass is None else f"A re-run is at most 5 % below that with a chance of {top.p_pass:.1%}.",
         "Export it: `python -m search.export` with this study and database." if top.p_pass is not None else "",
@@ -118,6 +120,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         end = "Pruned:"
     else:
         end = f"Failed in {row.failed_stage or 'no stage'} ({row.failure or 'unknown'}):"
+    beside = [OBJECTIVES[name].shown(getattr(row, name)) for name in MORE if pd.notna(getattr(row, name))]
     others = [f"{name} {getattr(row, name):.4f}" for name in gates.GATES[1:] if pd.notna(getattr(row, name, None))]
     reused = "" if pd.isna(row.reused_from) else f"As in trial {row.reused_from:.0f}."
     warning = f"**Warning:** {row.warning}." if isinstance(row.warning, str) else ""
@@ -127,6 +130,7 @@ def trial_note(row: Any, study: Frames, why: str = "") -> str:
         for line in (
             f"{end} {said}".strip(),
             f"Other gates, over what was looked at: {', '.join(others)}." if others else "",
+            f"Beside its speed: {'; '.join(beside)}." if beside else "",
             f"Setting, {read_back}: {setting}.",
             f"Asked for: {why}." if why else "",
             reused,

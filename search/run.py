@@ -26,7 +26,8 @@ from search.cli import (
 )
 
 SAMPLERS = ("gated", "tpe", "gp", "nsga2", "random")  # search.samplers has them; naming them here spares its imports
-WITHOUT_BOTORCH = "tpe"  # the default where the packages of the usual one are not installed
+OF_OTHERS = "tpe"  # the default for other objectives than TPS and perplexity
+WITHOUT_BOTORCH = "tpe"  # and where the packages of the usual one are not installed
 DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "gated", "engine": "vllm", "seed": 0}
 
 
@@ -76,14 +77,23 @@ def main(argv: list[str] | None = None) -> int:
             fail(
                 f"--stop auto needs --sampler gated, which says what another trial is worth; not {resolved['sampler']}."
             )
+        from search.objectives import DEFAULT
         from search.samplers import missing
         from search.spec import read_study
 
+        spec = read_study(path)
+        if spec.objectives != DEFAULT:
+            what = "models tokens a second and perplexity alone"
+            if args.stop:
+                fail(f"--stop auto needs --sampler gated, which {what}; the study's objectives are others.")
+            if chosen.get("sampler") == "gated":
+                fail(f"--sampler gated {what}; the study's objectives are others: take --sampler tpe.")
+            if "sampler" not in chosen:
+                resolved["sampler"], default_because["sampler"] = OF_OTHERS, f": gated {what}"
         if "sampler" not in chosen and (lacks := missing(resolved["sampler"])):
             if args.stop:
                 fail(f"--stop auto needs {' and '.join(lacks)}: pip install {' '.join(lacks)}.")
             resolved["sampler"], default_because["sampler"] = WITHOUT_BOTORCH, f": {lacks[0]} is not installed"
-        spec = read_study(path)
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
         fleet = None

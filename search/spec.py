@@ -33,6 +33,8 @@ from search.engine.protocol import KnobValue, Load, Setting
 from search.errors import UsageError
 from search.gates import GateSpec, read_gate
 from search.knobs import KNOWN, METHOD, MTP, NO_DRAFTS, Knob
+from search.objectives import DEFAULT, read_objectives
+from search.objectives import KEY as OBJECTIVES
 from search.secrets import is_secret_name
 from search.section import Section, compose, line_of, local_model, plain
 
@@ -119,7 +121,7 @@ class LimitSpec:
 
 @dataclass(frozen=True)
 class StudySpec:
-    """One study file."""
+    """One study file. `objectives` are what the front is made of, in the order of `search.objectives`."""
 
     path: Path
     name: str
@@ -129,6 +131,7 @@ class StudySpec:
     gate: GateSpec
     limits: LimitSpec
     build_knobs: tuple[builds.BuildKnob, ...] = ()
+    objectives: tuple[str, ...] = DEFAULT
 
     @property
     def of_speed(self) -> frozenset[str]:
@@ -228,6 +231,7 @@ class StudySpec:
             "gate.records": content_hash(self.gate.records),
             "gate.ceiling": {"ppl": self.gate.ppl} if self.gate.ppl is not None else {"ratio": self.gate.ratio},
             **self.gate.more_definition(),
+            **({OBJECTIVES: list(self.objectives)} if self.objectives != DEFAULT else {}),
         }
 
 
@@ -256,8 +260,9 @@ def _study(top: Section, path: Path) -> StudySpec:
     workload = _workload(top.section("workload"), path.parent)
     gate = read_gate(top.section("gate"), path.parent)
     limits = _limits(top)
+    objectives = read_objectives(top)
     top.done()
-    return StudySpec(path, name, engine, knobs, workload, gate, limits, of_build)
+    return StudySpec(path, name, engine, knobs, workload, gate, limits, of_build, objectives)
 
 
 def _engine(section: Section, folder: Path) -> EngineSpec:

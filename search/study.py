@@ -138,7 +138,7 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
         store.define(definition(spec), options.to_store())
         if waiting := store.take_in_spool():
             observer.note(f"Taken in from the spool: {waiting} measurements that the database could not take before.")
-        study = open_study(options.storage, store.study, database)
+        study = open_study(options.storage, store.study, database, spec.objectives)
         spool.reserve()
         try:
             with (
@@ -239,7 +239,7 @@ def _problem(spec: StudySpec, options: Options, store: Store) -> Problem:
     assert found is not None and found.ceiling is not None and found.ppl is not None and found.tps is not None
     prior = read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
     first = builds.base(spec.build_knobs)
-    reference = Reference(found.setting, found.ppl, found.tps)
+    reference = Reference(found.setting, found.ppl, found.tps, found.figures or {})
     return Problem(spec.knobs_of(first), found.ceiling, reference, prior, first)
 
 
@@ -283,7 +283,7 @@ def _loop(
                 _wait_for(elsewhere, study, store)
             on_all = options.sampler == "gated" and asked_on_all(study, trial)
             outcome = laboratory.run(trial.number, trial.params, slot, on_all=on_all)
-            _tell(study, outcome, trial, note)
+            _tell(study, store, outcome, trial, note)
         except SpooledError:
             raise  # the trial stays open until its outcome is taken in
         except LostClaimError as error:
@@ -305,14 +305,17 @@ def _loop(
         observer.finished(outcome, store.finished(), store.front())
 
 
-def _tell(study: optuna.Study, outcome: Outcome, trial: optuna.Trial, note: Callable[[str], None]) -> None:
+def _tell(
+    study: optuna.Study, store: Store, outcome: Outcome, trial: optuna.Trial, note: Callable[[str], None]
+) -> None:
     """Tell Optuna of an outcome that is stored; after a lost connection it is looked at what has been told."""
+    objectives = store.objectives()
     try:
-        tell(study, outcome, trial)
+        tell(study, outcome, objectives, trial)
     except Exception as error:
         if not server_lost(error):
             raise
-        patiently(partial(tell, study, outcome), note)
+        patiently(partial(tell, study, outcome, objectives), note)
 
 
 def _wait_for(trial: int, study: optuna.Study, store: Store) -> None:

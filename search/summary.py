@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from search.errors import SearchError
 from search.gates import refusers
 from search.knobs import METHOD
+from search.objectives import MORE
 from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
-from search.store.frames import MORE_FIGURES
 
 
 @dataclass(frozen=True)
 class Summary:
     """A study as it stands; `wall_s` and `engine_starts` are of the search that has just ended.
+
+    `objectives` are what the front is made of, `best` is its fastest point.
 
     `methods` has the fastest trial that passed with each method of speculation, where that is searched (tokens a
     second). `cards` says how many trials were measured on each, `gates` of each gate its limit, the reference setting's
@@ -29,6 +31,7 @@ class Summary:
     reused: int
     reference: Outcome
     ceiling: float | None
+    objectives: tuple[str, ...]
     front: list[dict[str, Any]]
     cards: dict[str, int]
     methods: dict[str, float]
@@ -41,7 +44,6 @@ class Summary:
     warnings: list[dict[str, Any]]
     confirmed: list[Confirmation]
     winner: Confirmation | None
-    reference_figures: dict[str, float | None] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The document `--json` prints."""
@@ -49,8 +51,9 @@ class Summary:
             "study": self.study,
             "simulated": self.simulated,
             "trials": {**self.counts, "reused": self.reused},
-            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl, **self.reference_figures},
+            "reference": {"tps": self.reference.tps, "ppl": self.reference.ppl, **_figures(self.reference)},
             "ceiling": self.ceiling,
+            "objectives": list(self.objectives),
             "front": self.front,
             "cards": self.cards,
             "methods": self.methods,
@@ -77,11 +80,7 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
     if reference is None:
         raise SearchError("Nothing has been measured yet: --trials must be at least 1.")
     found = {outcome.trial: outcome.gates or {} for outcome in outcomes}
-    sources = {outcome.trial: outcome.source for outcome in outcomes}
-    front = [
-        {**_point(point), **_figures(store, sources[point.trial]), "gates": _others(found[point.trial])}
-        for point in store.front()
-    ]
+    front = [{**_point(point), **_figures(point), "gates": _others(found[point.trial])} for point in store.front()]
     refused = Counter(name for gates in found.values() for name in refusers(gates))
     return Summary(
         study=store.study,
@@ -94,8 +93,8 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
         reused=sum(outcome.reused_from is not None for outcome in outcomes),
         reference=reference,
         ceiling=reference.ceiling,
+        objectives=store.objectives(),
         front=front,
-        reference_figures=_figures(store, REFERENCE),
         cards=dict(Counter(outcome.card for outcome in outcomes if outcome.card and outcome.state != "FAIL")),
         methods=_by_method(outcomes),
         best=front[-1] if front else None,
@@ -116,10 +115,9 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
     )
 
 
-def _figures(store: Store, trial: int) -> dict[str, float | None]:
+def _figures(point: Outcome | FrontPoint) -> dict[str, float | None]:
     """A measured trial's latency, memory and energy; None where it was not measured."""
-    measured = next(iter(store.measurements("speed", "done", trial)), None)
-    return {name: measured.figures.get(name) if measured else None for name in MORE_FIGURES}
+    return {name: (point.figures or {}).get(name) for name in MORE}
 
 
 def _others(gates: Mapping[str, Any]) -> dict[str, float]:

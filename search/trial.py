@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from search import broken, builds, speed
+from search import broken, builds
 from search.card import card_of
 from search.engine import gpu
 from search.engine.process import WorkerError
@@ -19,6 +19,7 @@ from search.engine.session import EngineSession, insist
 from search.errors import SearchError
 from search.gates import Finding
 from search.knobs import DRAFTS, canonical
+from search.objectives import OBJECTIVES, lacking
 from search.spec import StudySpec
 from search.stages import (
     CARD_PASSES,
@@ -26,6 +27,7 @@ from search.stages import (
     Observer,
     PerplexityStage,
     PlainStage,
+    SpeedResult,
     TaskStage,
     ThroughputStage,
     apply,
@@ -300,7 +302,7 @@ class Laboratory:
         if drift is not None or moved:
             self._apply(trial, setting)
         with self._session.within("speed"):
-            found, remark, warning = self._throughput.measure(
+            found = self._throughput.measure(
                 trial, setting, effective, self._store.fastest_within(ppl, self._card), rows, on_all=on_all
             )
         outcome = self._outcome(
@@ -311,10 +313,12 @@ class Laboratory:
             ppl=ppl,
             findings=findings,
             found=self._throughput.on_first_card(found),
-            reason=remark,
-            warning=warning,
+            reason=found.remark,
+            warning=found.warning,
         )
-        outcome.card_tps = found.tps
+        outcome.card_tps = found.throughput.tps
+        if lacks := lacking(outcome, self._spec.objectives):
+            raise self._session.refuse("impossible-figure", f"there is no {' and no '.join(lacks)} of it")
         return outcome
 
     def _failed(self, trial: int, setting: Setting, started: float, error: WorkerError) -> Outcome:
@@ -326,7 +330,7 @@ class Laboratory:
         started = time.perf_counter()
         answered: list[tuple[Finding, Measurement]] = []
 
-        def measure() -> tuple[Setting, Measurement, speed.Throughput, list[Measurement]]:
+        def measure() -> tuple[Setting, Measurement, SpeedResult, list[Measurement]]:
             self._session.use(self._base)
             setting = canonical({DRAFTS: 0, **self._base}, self._session.loaded().native)
             effective = self._apply(REFERENCE, setting)
@@ -349,6 +353,12 @@ class Laboratory:
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
         self._card = self._environment().card
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
+        if lacks := lacking(outcome, self._spec.objectives):
+            told = ", ".join(name for name in OBJECTIVES if name not in lacking(outcome, OBJECTIVES))
+            raise SearchError(
+                f"The study's objectives name {' and '.join(lacks)}, which cannot be measured here: this engine tells "
+                f"of {told}."
+            )
         findings = [*self._perplexity.of_reference(gated, self._ceiling), *(finding for finding, _ in answered)]
         outcome.gates = self._gates(findings)
         self._store.finish(outcome, [gated, *(row for _, row in answered), *rows])
@@ -367,10 +377,11 @@ class Laboratory:
         *,
         ppl: float | None = None,
         findings: Sequence[Finding] = (),
-        found: speed.Throughput | None = None,
+        found: SpeedResult | None = None,
         reason: str | None = None,
         warning: str | None = None,
     ) -> Outcome:
+        throughput = found.throughput if found else None
         return Outcome(
             study=self._store.study,
             trial=trial,
@@ -381,12 +392,13 @@ class Laboratory:
             ceiling=self._ceiling,
             excess=findings[0].excess if findings else None,
             gates=self._gates(findings) if findings else None,
-            tps=found.tps if found else None,
-            tps_low=found.low if found else None,
-            tps_high=found.high if found else None,
-            prompts=found.prompts if found else None,
+            tps=throughput.tps if throughput else None,
+            tps_low=throughput.low if throughput else None,
+            tps_high=throughput.high if throughput else None,
+            figures=found.more if found else None,
+            prompts=throughput.prompts if throughput else None,
             card=self._card,
-            card_tps=found.tps if found else None,
+            card_tps=throughput.tps if throughput else None,
             reused_from=None,
             reason=reason[:1000] if reason else None,
             warning=warning,
@@ -400,6 +412,7 @@ class Laboratory:
         outcome = self._outcome(trial, known.setting, started, known.state, ppl=known.ppl, reason=reason)
         outcome.excess, outcome.gates = known.excess, known.gates
         outcome.tps, outcome.tps_low, outcome.tps_high = known.tps, known.tps_low, known.tps_high
+        outcome.figures = known.figures
         outcome.prompts, outcome.reused_from, outcome.warning = known.prompts, known.trial, known.warning
         outcome.card, outcome.card_tps = known.card, known.card_tps
         return outcome

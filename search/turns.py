@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search import builds
 from search.engine.protocol import Setting
 from search.knobs import words
-from search.samplers import Problem, Reference
+from search.samplers import Problem
 from search.samplers.gated import worth_another
 from search.samplers.problem import distribution
 from search.spec import StudySpec
@@ -87,7 +87,7 @@ class Turns:
         if not counts[number] and number:
             self._begin(study, trials, build)
         reference = self._problem.reference
-        here_too = Reference(reference.setting, reference.ppl, reference.tps / slower(build))
+        here_too = replace(reference, tps=reference.tps / slower(build))
         return replace(self._problem, knobs=self._spec.knobs_of(build), reference=here_too, build=build)
 
     def distributions(self, problem: Problem, enqueued: Mapping[str, Any]) -> dict[str, BaseDistribution]:
@@ -104,7 +104,7 @@ class Turns:
         if any(self._spec.build_of(t.system_attrs.get("fixed_params", {})) == build for t in waiting):
             return
         passed = [t for t in trials if t.state == TrialState.COMPLETE]
-        best = max(passed, key=lambda t: t.values[0]).params if passed else {}
+        best = max(passed, key=lambda t: t.user_attrs["tps"]).params if passed else {}
         live = {k.name: best.get(k.name, self._default[k.name]) for k in self._spec.knobs_of(build)}
         why = "the first with this engine: what did best with the others"
         study.enqueue_trial({**build, **live}, user_attrs={"why": why})

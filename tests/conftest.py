@@ -81,6 +81,27 @@ def edit_study(study_folder: Path) -> Callable[[str, str], Path]:
     return edit
 
 
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., Any]:
+    """Options of a search of so many trials, with changes."""
+    from search.study import Options
+
+    def make(trials: int, **changes: Any) -> Options:
+        values = {
+            "trials": trials,
+            "confirm": 0,
+            "storage": f"sqlite:///{tmp_path}/study.db",
+            "engine": "simulated",
+            "sampler": "tpe",
+            "seed": 0,
+            "timeout_s": None,
+            "logs": tmp_path / "logs",
+        }
+        return Options(**(values | changes))
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The database of a simulated study of 60 trials."""

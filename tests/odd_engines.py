@@ -64,3 +64,11 @@ class SlowerShare(SimulatedEngine):
         found = super().decode(request)
         slower = 1.5 if os.environ.get(SHARE) == "share 1" else 1.0
         return msgspec.structs.replace(found, latency_s=slower * found.latency_s)
+
+
+class TellsNoLongWaits(SimulatedEngine):
+    """Tells of no gap between tokens while many are drafted."""
+
+    def decode(self, request):
+        found = super().decode(request)
+        return msgspec.structs.replace(found, first_token_s=[], waits_s=[]) if self._setting[DRAFTS] > 4 else found

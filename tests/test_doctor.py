@@ -53,6 +53,15 @@ def test_the_bundled_study_will_run(examined, tmp_path):
     assert not (tmp_path / "study.db").exists()
 
 
+@pytest.mark.parametrize(("counted", "verdict"), [(None, "bad"), (12.0, "good")])
+def test_whether_energy_can_be_counted_is_said_where_it_is_an_objective(study, examined, monkeypatch, counted, verdict):
+    with (study / "study.yaml").open("a") as file:
+        file.write("objectives: [tps, energy_j]\n")
+    monkeypatch.setattr("search.engine.gpu.energy_j", lambda: counted)
+    code, checks, _ = examined()
+    assert checks["energy"]["verdict"] == verdict and code == (verdict == "bad")
+
+
 def test_a_drafter_of_another_model_is_bad_and_said_with_its_line(study, examined):
     config = json.loads((study / "drafter" / "config.json").read_text())
     (study / "drafter" / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 2560}))

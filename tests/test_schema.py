@@ -33,7 +33,8 @@ def first_release(file):
         database.execute("ALTER TABLE pareto_environment DROP COLUMN log")
         cards = *((t, "card") for t in ("environment", "outcome", "front")), ("outcome", "card_tps")
         gates = ("outcome", "gates"), *(("record_score", name) for name in ("top1", "kl", "distributions"))
-        for table, column in (*cards, *gates):
+        figures = ("outcome", "figures"), ("front", "figures")
+        for table, column in (*cards, *gates, *figures):
             database.execute(f"ALTER TABLE pareto_{table} DROP COLUMN {column}")
         database.execute("ALTER TABLE pareto_slot DROP COLUMN setting_key")
         database.execute("DROP TABLE pareto_searcher")

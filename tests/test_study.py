@@ -24,7 +24,7 @@ from search.errors import SearchError, UsageError
 from search.recovery import open_study, recover
 from search.spec import read_study
 from search.store import REFERENCE, Store, open_engine, setting_key
-from search.study import Options, search
+from search.study import search
 
 NEIGHBOUR = "another-host/1 1 boot/1"  # a searcher elsewhere
 
@@ -48,24 +48,6 @@ class Silent:
     def finished(self, outcome, finished, front): ...
 
     def searched(self, summary): ...
-
-
-@pytest.fixture
-def options(tmp_path):
-    def make(trials, **changes):
-        values = {
-            "trials": trials,
-            "confirm": 0,
-            "storage": f"sqlite:///{tmp_path}/study.db",
-            "engine": "simulated",
-            "sampler": "tpe",
-            "seed": 0,
-            "timeout_s": None,
-            "logs": tmp_path / "logs",
-        }
-        return Options(**(values | changes))
-
-    return make
 
 
 def stored(options):

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from search.knobs import DRAFTS, SHORT, TOP_K, WINDOW
+from search.objectives import DEFAULT, OBJECTIVES, listed
 from search.report.hypervolume import progress
 
 if TYPE_CHECKING:
@@ -60,10 +61,15 @@ def all_figures(study: Frames) -> list[Figure]:
 
 
 def front(study: Frames) -> Figure | None:
+    """The front in its objectives: TPS against perplexity, unless the study names others."""
+    if study.trials.empty:
+        return None
+    return _usual_front(study) if study.objectives == DEFAULT else _other_front(study)
+
+
+def _usual_front(study: Frames) -> Figure:
     """TPS against perplexity: what passed, what is on the front, what was pruned, and the ceiling."""
     trials, timed = study.trials, _timed(study)
-    if trials.empty:
-        return None
     plot = go.Figure()
     passed, best = timed[~timed.on_front], timed[timed.on_front].sort_values("ppl")
     plot.add_trace(_points(study, passed, "passed the gate", SKY, "circle"))
@@ -110,6 +116,52 @@ def front(study: Frames) -> Figure | None:
     fastest = f"the fastest makes {best.tps.max():.1f} tokens a second" if not best.empty else "there is no front"
     alt = f"Tokens a second against perplexity. Passed the gate: {len(timed)}; pruned: {len(pruned)}; {fastest}."
     return Figure("front", "What each setting costs and gives", alt, plot)
+
+
+def _other_front(study: Frames) -> Figure:
+    """The first objective against the second: what passed, and what is on the front, coloured by a third one."""
+    timed = _timed(study)
+    (up, along), third = study.objectives[:2], study.objectives[2:]
+    passed, best = timed[~timed.on_front], timed[timed.on_front]
+    plot = go.Figure(
+        [
+            _figures_of(study, passed, along, up, "passed the gate", {"color": SKY, "size": 6, "opacity": 0.75}),
+            _figures_of(study, best, along, up, "front", {"color": BLUE, "size": 9, "symbol": "diamond"}),
+            _figures_of(
+                study,
+                study.reference.to_frame().T,
+                along,
+                up,
+                "reference",
+                {"color": ORANGE, "size": 12, "symbol": "star"},
+            ),
+        ]
+    )
+    for name in third:
+        scale = {"title": OBJECTIVES[name].axis}
+        colours = best[name].astype(float) * OBJECTIVES[name].scale
+        plot.data[1].marker.update(color=colours, colorscale="Cividis", showscale=True, colorbar=scale)
+    titles = [f"{OBJECTIVES[n].axis} ({'more' if OBJECTIVES[n].maximize else 'less'} is better)" for n in (along, up)]
+    plot.update_layout(xaxis_title=titles[0], yaxis_title=titles[1], legend={"orientation": "h"})
+    counts = f"{len(best)} settings of the {len(timed)} that passed the gate and were timed"
+    alt = f"Front of {listed(study.objectives)}: {counts}."
+    return Figure("front", "What each setting costs and gives", alt, plot)
+
+
+def _figures_of(study: Frames, rows: pd.DataFrame, along: str, up: str, name: str, marker: dict[str, Any]) -> Any:
+    """Trials by two of their figures."""
+    x, y = (rows[figure].astype(float) * OBJECTIVES[figure].scale for figure in (along, up))
+    told = [
+        "<br>".join(
+            [
+                f"<b>{'reference' if row.trial < 0 else f'trial {row.trial}'}</b>",
+                *(f"{written(knob)} {getattr(row, knob)}" for knob in study.knobs if pd.notna(getattr(row, knob))),
+                *(OBJECTIVES[figure].shown(getattr(row, figure)) for figure in study.objectives),
+            ]
+        )
+        for row in rows.itertuples()
+    ]
+    return go.Scatter(x=x, y=y, mode="markers", name=name, marker=marker, hoverinfo="text", text=told)
 
 
 def _pruned_words(pruned: pd.DataFrame) -> str:
@@ -188,7 +240,7 @@ def importance(study: Frames) -> Figure | None:
 
 
 def best_so_far(study: Frames) -> Figure | None:
-    """Best TPS under the ceiling and hypervolume, by trial and by wall time."""
+    """Best TPS under the ceiling and, of a front of TPS and perplexity, hypervolume; by trial and by wall time."""
     trials = study.trials[study.trials.state != "FAIL"]
     if trials.empty:
         return None
@@ -199,15 +251,19 @@ def best_so_far(study: Frames) -> Figure | None:
     minutes = (trials.finished_at - trials.finished_at.iloc[0]).dt.total_seconds() / 60
     steps = (volume.diff() != 0) | (best.diff() != 0) & best.notna()
     steps.iloc[-1] = True  # between steps nothing changes
+    rows = 2 if study.objectives == DEFAULT else 1
     plot = make_subplots(
-        2, 2, shared_yaxes="rows", shared_xaxes="columns", horizontal_spacing=0.04, vertical_spacing=0.08
+        rows, 2, shared_yaxes="rows", shared_xaxes="columns", horizontal_spacing=0.04, vertical_spacing=0.08
     )
     for column, (x, name) in enumerate(((trials.trial, "trial"), (minutes, "minutes")), start=1):
         plot.add_trace(go.Scatter(x=x[steps], y=best[steps], line={"color": BLUE, "shape": "hv"}), row=1, col=column)
-        plot.add_trace(go.Scatter(x=x[steps], y=volume[steps], line={"color": GREEN, "shape": "hv"}), row=2, col=column)
-        plot.update_xaxes(title_text=name, row=2, col=column)
+        if rows == 2:
+            area = go.Scatter(x=x[steps], y=volume[steps], line={"color": GREEN, "shape": "hv"})
+            plot.add_trace(area, row=2, col=column)
+        plot.update_xaxes(title_text=name, row=rows, col=column)
     plot.update_yaxes(title_text="best tok/s", row=1, col=1)
-    plot.update_yaxes(title_text="hypervolume", row=2, col=1)
+    if rows == 2:
+        plot.update_yaxes(title_text="hypervolume", row=2, col=1)
     plot.update_layout(showlegend=False)
     if best.notna().any():
         last = trials.trial[best == best.iloc[-1]].iloc[0]

@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from search.gates import words as gate_words
 from search.knobs import words
+from search.objectives import MORE, OBJECTIVES
 from search.report.figures import all_figures, written
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def render(study: Frames, commands: list[str]) -> str:
         known=int(study.trials.reused_from.notna().sum()) if len(study.trials) else 0,
         knobs={name: written(name) for name in study.knobs},
         front=_rows(study.trials[study.trials.on_front].sort_values("ppl")) if len(study.trials) else [],
+        others={name: OBJECTIVES[name] for name in study.objectives if name in MORE},
         many_cards=len(study.trials) > 0 and study.trials.card.nunique() > 1,
         finalists=_rows(study.confirmations),
         failures=_failures(study),

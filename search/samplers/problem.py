@@ -15,11 +15,12 @@ from search.knobs import DRAFTS, KNOWN, Knob, canonical
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference setting as it was measured."""
+    """The reference setting as it was measured; `figures` as in `search.objectives`."""
 
     setting: Setting
     ppl: float
     tps: float
+    figures: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

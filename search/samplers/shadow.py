@@ -1,7 +1,7 @@
 """Optuna's GP and NSGA-II on a study of ours: they learn from completed trials alone; over the ceiling ours are pruned.
 
 They are shown a shadow of the study in which a pruned trial is complete, with the perplexity that it had, its
-constraints violated, and in place of the speed that nobody measured that of the timed setting nearest to it.
+constraints violated, and in place of figures that nobody measured those of the timed setting nearest to it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import optuna
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from search.objectives import DEFAULT, values
 from search.recovery import CONSTRAINT
 from search.samplers.base import JointSampler
 from search.samplers.history import Measured, history
@@ -45,13 +46,16 @@ class ShadowSampler(JointSampler):
         past = history(study, self._problem, trial.number)
         originals = {t.number: t for t in study.get_trials(deepcopy=False)}
         shadow = optuna.create_study(directions=study.directions)
+        objectives = study.metric_names or DEFAULT
         timed = past.timed
         for m in past.measured:
-            tps = m.tps if m.tps is not None else _nearest_speed(self._problem, m, timed)
+            like = m if m.tps is not None else _nearest(self._problem, m, timed)
+            found = originals[like.number].values if like else values(self._problem.reference, objectives)
+            assert found is not None
             shadow.add_trial(
                 create_trial(
                     state=TrialState.COMPLETE,
-                    values=[tps, m.ppl],
+                    values=[m.ppl if name == "ppl" else known for name, known in zip(objectives, found, strict=True)],
                     params=originals[m.number].params,
                     distributions=self._problem.distributions,
                     system_attrs=_noted(originals[m.number]),
@@ -65,12 +69,9 @@ class ShadowSampler(JointSampler):
         return shadow
 
 
-def _nearest_speed(problem: Problem, over: Measured, timed: list[Measured]) -> float:
-    if not timed:
-        return problem.reference.tps
+def _nearest(problem: Problem, over: Measured, timed: list[Measured]) -> Measured | None:
     at = np.array(problem.point(over.setting))
-    nearest = min(timed, key=lambda m: float(((np.array(problem.point(m.setting)) - at) ** 2).sum()))
-    return float(nearest.tps or problem.reference.tps)
+    return min(timed, key=lambda m: float(((np.array(problem.point(m.setting)) - at) ** 2).sum()), default=None)
 
 
 def _noted(trial: FrozenTrial) -> dict[str, Any]:

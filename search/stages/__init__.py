@@ -7,7 +7,7 @@ from search.stages.base import Observer, apply
 from search.stages.perplexity import OTHER_BUILD, PerplexityStage
 from search.stages.plain import PlainStage
 from search.stages.tasks import TaskStage
-from search.stages.throughput import CARD_PASSES, ThroughputStage, reference_passes
+from search.stages.throughput import CARD_PASSES, SpeedResult, ThroughputStage, reference_passes
 
 __all__ = [
     "CARD_PASSES",
@@ -15,6 +15,7 @@ __all__ = [
     "Observer",
     "PerplexityStage",
     "PlainStage",
+    "SpeedResult",
     "TaskStage",
     "ThroughputStage",
     "apply",

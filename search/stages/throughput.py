@@ -5,12 +5,11 @@ Where the workload asks for several at once, a wave of them is what is timed and
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search import broken, pace, speed
@@ -19,8 +18,10 @@ from search.engine.process import WorkerError
 from search.engine.protocol import Decode, Decoded, DecodeTogether, Loaded, Pace, Paced, Setting
 from search.engine.session import EngineSession
 from search.knobs import DRAFTS
+from search.objectives import DEFAULT, MORE, TIMES
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, apply
+from search.stages.figures import Timed, drafting, more_figures
 from search.store import REFERENCE, Measurement, PromptTimingRow, Store
 
 MIN_PROMPTS = 6  # timed before an interval is believed
@@ -32,16 +33,17 @@ BETWEEN_PROCESSES = math.sqrt(2) * 0.0016  # relative noise between two processe
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One timed prompt or wave, and how much slower the machine was just then than for the reference."""
+class SpeedResult:
+    """What timing a setting found.
 
-    decoded: Decoded
-    drift: float
+    `more` are the figures beside the speed (see `search.objectives`), `remark` says why it was stopped early where it
+    was, `warning` what is broken where something is.
+    """
 
-    @property
-    def seconds(self) -> float:
-        """What the prompt would have taken on the machine as it was for the reference."""
-        return self.decoded.latency_s / self.drift
+    throughput: speed.Throughput
+    more: dict[str, float | None]
+    remark: str | None = None
+    warning: str | None = None
 
 
 class ThroughputStage(Stage):
@@ -55,6 +57,7 @@ class ThroughputStage(Stage):
         super().__init__(session, store, observer)
         self._waves = spec.waves()
         self._workload = spec.workload
+        self._usual = min(spec.workload.prompts_per_trial or len(self._waves), len(self._waves))
         self._noise = 0.0
         self._reference: Setting = {}
         self._reference_s: dict[str, float] = {}
@@ -110,7 +113,7 @@ class ThroughputStage(Stage):
 
     def measure_reference(
         self, setting: Setting, effective: Setting, statuses: tuple[str, str] = REFERENCE_PASSES
-    ) -> tuple[speed.Throughput, list[Measurement]]:
+    ) -> tuple[SpeedResult, list[Measurement]]:
         """Time the reference setting on every tune prompt, twice: everything else is relative to it."""
         paces = [self._pace()]
         passes = []
@@ -125,10 +128,10 @@ class ThroughputStage(Stage):
             for t in passes[0]
         ]
         found = speed.estimate(timings, [mean_s], noise / math.sqrt(2))
-        figures = {"noise": noise, **_figures(found, passes[0])}
+        figures = {"noise": noise, **self._figures(found, passes[0])}
         if known := [p for p in paces if p is not None]:
             figures["pace_s"] = statistics.geometric_mean(known)
-        return found, [
+        return _result(found, figures), [
             self._speed_row(REFERENCE, statuses[0], setting, effective, figures, passes[0]),
             self._speed_row(REFERENCE, statuses[1], setting, effective, {}, passes[1]),
         ]
@@ -229,28 +232,25 @@ class ThroughputStage(Stage):
         rows: list[Measurement],
         *,
         on_all: bool = False,
-    ) -> tuple[speed.Throughput, str | None, str | None]:
+    ) -> SpeedResult:
         """Time tune prompts until the interval is narrow, or the trial is beaten by `rival`.
 
         The rival is the fastest known trial with no higher perplexity; both are compared prompt by prompt. A trial
         with hardly a chance left is not worth more prompts; one that may reach the front gets them, so that no
         point of the front rests on a few lucky ones. The first setting with drafts is timed on all prompts: it
         shows which are easy to draft, which the reference cannot, and so narrows the interval of every later trial. So
-        is any trial with `on_all`.
+        is any trial with `on_all`. Where the front is made of other figures, which are comparable on the same prompts
+        alone, every trial is timed on as many as the study allows.
 
         A shared machine can drift by more than settings differ. Where the study asks for controls, the estimate is
         what the trial would have shown on the machine as it was for the reference; the uncorrected figure is kept
         as `tps_raw`.
 
         What was measured is added to `rows`, also before an error.
-
-        Returns:
-            The estimate, a remark where the trial was stopped because it is beaten, and what is broken if something is.
         """
         all_of_them = on_all or (len(self._anchors) == 1 and setting.get(DRAFTS, 0) != 0)
-        most = len(self._waves)
-        if self._workload.prompts_per_trial and not all_of_them:
-            most = min(most, self._workload.prompts_per_trial)
+        to_the_end = all_of_them or self._spec.objectives != DEFAULT
+        most = len(self._waves) if all_of_them else self._usual
         block_size = self._workload.control_prompts or 1
         # Nothing is read once prompts are timed: a database that went away meanwhile costs no measurement.
         rival_timings, rival_found = self._timings_of(rival), self._throughput_of(rival)
@@ -270,7 +270,7 @@ class ThroughputStage(Stage):
                 after = self._control(trial, block[0], controls)
                 timed += [Timed(d, math.sqrt(before * after)) for d in decoded]
                 before, decoded = after, []
-                if len(timed) < MIN_PROMPTS or all_of_them:
+                if len(timed) < MIN_PROMPTS or to_the_end:
                     continue
                 if self._estimate(timed).half_width <= self._workload.precision:
                     break
@@ -288,7 +288,7 @@ class ThroughputStage(Stage):
         if remark is not None and rival_found is not None:
             found = self._no_faster_than(rival_found, rival_timings, timed, found)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
-        figures = {**_figures(found, timed), "tps_raw": raw}
+        figures = {**self._figures(found, timed), "tps_raw": raw}
         rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
         if controls:
             slower, here = self._slower_here(), self._reference_here()
@@ -301,11 +301,15 @@ class ThroughputStage(Stage):
         warning = broken.useless_drafter(figures["acceptance_rate"]) or broken.looping_output(
             figures["distinct_4grams"], self._distinct_4grams
         )
-        return found, remark, warning
+        return _result(found, figures, remark, warning)
 
-    def on_first_card(self, found: speed.Throughput) -> speed.Throughput:
-        """A throughput of this card on the scale of the one that the study's reference was measured on."""
-        return found if self._scale_error == 0 else speed.rescaled(found, self._scale, self._scale_error)
+    def on_first_card(self, found: SpeedResult) -> SpeedResult:
+        """What was found on this card, on the scale of the one that the study's reference was measured on."""
+        if self._scale_error == 0:
+            return found
+        slower = {name: s and s / self._scale for name, s in found.more.items() if name in TIMES}
+        throughput = speed.rescaled(found.throughput, self._scale, self._scale_error)
+        return replace(found, throughput=throughput, more={**found.more, **slower})
 
     def _timings_of(self, trial: int | None) -> list[speed.PromptTiming]:
         """A measured trial's prompts, drift undone."""
@@ -376,6 +380,11 @@ class ThroughputStage(Stage):
         """Relative standard deviation that the controls leave in the mean of so many prompts."""
         block = self._workload.control_prompts
         return self._noise / math.sqrt(math.ceil(prompts / block)) if block and prompts else 0.0
+
+    def _figures(self, found: speed.Throughput, timed: Sequence[Timed]) -> dict[str, Any]:
+        """What the store keeps of a timed setting; what stands beside its speed is of the prompts of every trial."""
+        estimate = {"tps": found.tps, "tps_low": found.low, "tps_high": found.high, "prompts": found.prompts}
+        return {**estimate, **drafting(timed), **more_figures(timed[: self._usual])}
 
     def _decode_all(self, trial: int, setting: Setting, waves: list[Wave], stage: str = "speed") -> list[Decoded]:
         decoded = []
@@ -448,6 +457,12 @@ def impossible(decoded: Decoded, tokens: int, drafts: int, engine: Loaded, promp
     return broken.over_bandwidth(steps, decoded.latency_s, engine.step_bytes, engine.bandwidth)
 
 
+def _result(
+    found: speed.Throughput, figures: Mapping[str, Any], remark: str | None = None, warning: str | None = None
+) -> SpeedResult:
+    return SpeedResult(found, {name: figures[name] for name in MORE}, remark, warning)
+
+
 def _timing(decoded: Decoded, seconds: float) -> speed.PromptTiming:
     return speed.PromptTiming(decoded.prompt_id, decoded.tokens, seconds, decoded.output_hash)
 
@@ -460,41 +475,3 @@ def _of_both(first: Measurement, again: Measurement) -> dict[str, float]:
 def _mean_seconds(first: dict[str, float], again: dict[str, float]) -> dict[str, float]:
     """Seconds by prompt over two passes."""
     return {prompt: (first[prompt] + again[prompt]) / 2 for prompt in first}
-
-
-def _figures(found: speed.Throughput, timed: list[Timed]) -> dict[str, Any]:
-    drafts = sum(t.decoded.drafts for t in timed)
-    # An engine counts up to its largest K, whatever K is; a method may draft fewer tokens a step.
-    positions = math.ceil(sum(t.decoded.draft_tokens for t in timed) / drafts) if drafts else 0
-    positions = max([positions, *(n for t in timed for n, hits in enumerate(t.decoded.accepted_per_pos, 1) if hits)])
-    accepted = [sum(t.decoded.accepted_per_pos[i] for t in timed) for i in range(positions)]
-    return {
-        "tps": found.tps,
-        "tps_low": found.low,
-        "tps_high": found.high,
-        "prompts": found.prompts,
-        "acceptance_rate": speed.acceptance_rate(accepted, drafts),
-        "distinct_4grams": statistics.fmean(t.decoded.distinct_4grams for t in timed),
-        "accepted_a_step": sum(accepted) / drafts if drafts else 0.0,
-        "output_hash": hashlib.sha256("".join(t.decoded.output_hash for t in timed).encode()).hexdigest()[:16],
-        **_more_figures(timed),
-    }
-
-
-def _more_figures(timed: Sequence[Timed]) -> dict[str, float | None]:
-    """Seconds to the first token (median over prompts) and between tokens, on the machine as it was for the reference.
-
-    With the most memory that the worker held, and the energy that a token took. None where one of `timed` lacks it.
-    """
-    of_time = all(t.decoded.first_token_s for t in timed)
-    first = [second / t.drift for t in timed for second in t.decoded.first_token_s]
-    waits = [second / t.drift for t in timed for second in t.decoded.waits_s]
-    tokens = sum(t.decoded.tokens for t in timed)
-    peaks, energies = [t.decoded.peak_bytes for t in timed], [t.decoded.energy_j for t in timed]
-    held, taken = [p for p in peaks if p is not None], [e for e in energies if e is not None]
-    return {
-        "ttft_s": statistics.median(first) if of_time else None,
-        "itl_p95_s": speed.gap_p95(waits, tokens - len(first)) if of_time else None,
-        "peak_bytes": max(held) if len(held) == len(timed) else None,
-        "energy_j": sum(taken) / tokens if len(taken) == len(timed) else None,
-    }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from search.errors import SearchError
 from search.gates import refusers
 from search.knobs import KNOWN
+from search.objectives import MORE
 from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
 from search.store.slots import REFERENCE
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
-MORE_FIGURES = ("ttft_s", "itl_p95_s", "peak_bytes", "energy_j")  # of a speed measurement (energy_j: a token)
 DRIFT_COLUMNS = ("drift", "low", "high")
 STAGE_COLUMNS = ("trial", "stage", "status", "wall_s", "made_at", *DRIFT_COLUMNS)
 CLAIM_COLUMNS = ("trial", "eligible", "reason", "claimed", "mean", "low", "high", "p_pass")
@@ -42,6 +42,7 @@ class Frames:
     confirmations: a row a finalist: trial, eligible, reason, claimed, mean, low, high, p_pass, tune_tps, held_out_tps,
         gap, ppl, held_out_ratio, identity_rate, and a column for each knob.
     environments: a row an engine start: facts as columns, card, start_s, started_at.
+    objectives: what the front is made of (see `search.objectives`).
     gates: limit and the reference setting's figure by gate; None for studies of before there were several.
     """
 
@@ -54,6 +55,7 @@ class Frames:
     stages: DataFrame
     confirmations: DataFrame
     environments: DataFrame
+    objectives: tuple[str, ...]
     gates: dict[str, Any] | None
 
 
@@ -80,12 +82,12 @@ def frames(store: Store) -> Frames:
     if reference is None:
         raise SearchError(f"Nothing has been measured in study {store.study!r} yet.")
     stages = store.stages()
-    timed = {m.trial: m.figures for m in stages if (m.stage, m.status) == ("speed", "done")}
+    accepted = {m.trial: m.figures.get("acceptance_rate") for m in stages if (m.stage, m.status) == ("speed", "done")}
     front = {point.trial for point in store.front()}
     outcomes = [reference, *store.outcomes()]
     found = {name for outcome in outcomes for name in outcome.setting}
     knobs = tuple(name for name in (*KNOWN, *sorted(found - KNOWN.keys())) if name in found)
-    rows = [_trial(outcome, timed, front, knobs) for outcome in outcomes]
+    rows = [_trial(outcome, accepted, front, knobs) for outcome in outcomes]
     table = pd.DataFrame(rows).set_index("trial", drop=False)
     assert reference.ceiling is not None
     return Frames(
@@ -103,6 +105,7 @@ def frames(store: Store) -> Frames:
                 for e in store.environments()
             ]
         ),
+        objectives=store.objectives(),
         gates=reference.gates,
     )
 
@@ -114,7 +117,7 @@ def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
 
 
-def _trial(outcome: Outcome, timed: dict[int, Any], front: set[int], knobs: tuple[str, ...]) -> dict[str, Any]:
+def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int], knobs: tuple[str, ...]) -> dict[str, Any]:
     names = ("trial", "state", "tps", "tps_low", "tps_high", "ppl", "prompts", "reused_from", "reason")
     more = ("failure", "failed_stage", "warning", "wall_s", "card", "card_tps")
     return {
@@ -124,7 +127,8 @@ def _trial(outcome: Outcome, timed: dict[int, Any], front: set[int], knobs: tupl
         "ppl_of_all": outcome.ppl if outcome.excess is None else outcome.excess + (outcome.ceiling or 0.0),
         **{name: outcome.setting.get(name) for name in knobs},
         "on_front": outcome.trial in front,
-        **{name: timed.get(outcome.source, {}).get(name) for name in ("acceptance_rate", *MORE_FIGURES)},
+        "acceptance_rate": accepted.get(outcome.source),
+        **{name: (outcome.figures or {}).get(name) for name in MORE},
         "finished_at": outcome.created_at,
     }
 

@@ -173,9 +173,10 @@ class Outcome(Base):
     every gate of the study, perplexity's too, by its name (see `search.gates`): None of one that was not asked because
     another had refused the setting. It is None in rows from before 0005. The reference setting's stands under trial -1.
     `tps` and its interval are on the scale of the card that the reference was measured on; `card` is the one that the
-    trial was measured on, and `card_tps` what it showed there. `reason` says why it ended as it did. Of a failed
-    trial `failure` is the protocol's failure kind, beside the stage that failed and the worker's log. `warning` says
-    what is wrong with the model that was measured.
+    trial was measured on, and `card_tps` what it showed there. `figures` are what was measured beside its speed (see
+    `search.objectives`), times on the same scale; None in rows from before 0006. `reason` says why it ended as it did.
+    Of a failed trial `failure` is the protocol's failure kind, beside the stage that failed and the worker's log.
+    `warning` says what is wrong with the model that was measured.
     """
 
     __tablename__ = "pareto_outcome"
@@ -192,6 +193,7 @@ class Outcome(Base):
     tps: Mapped[float | None]
     tps_low: Mapped[float | None]
     tps_high: Mapped[float | None]
+    figures: Mapped[dict[str, Any] | None]
     card: Mapped[str | None] = mapped_column(String(200))
     card_tps: Mapped[float | None]
     prompts: Mapped[int | None]
@@ -258,7 +260,7 @@ class Process(Base):
 
 
 class FrontPoint(Base):
-    """The feasible trials that no other feasible trial beats, rewritten with every outcome."""
+    """The feasible trials that no other feasible trial beats in the study's objectives, kept with every outcome."""
 
     __tablename__ = "pareto_front"
 
@@ -268,6 +270,7 @@ class FrontPoint(Base):
     tps_low: Mapped[float]
     tps_high: Mapped[float]
     ppl: Mapped[float]
+    figures: Mapped[dict[str, Any] | None]
     setting: Mapped[dict[str, Any]]
     card: Mapped[str | None] = mapped_column(String(200))
     simulated: Mapped[bool]

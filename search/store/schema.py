@@ -10,7 +10,7 @@ from sqlalchemy import inspect, text
 from search.errors import UsageError
 
 VERSION_TABLE = "pareto_version"  # Optuna's own version stands beside it under Alembic's usual name
-FIRST, HEAD = "0001", "0005"
+FIRST, HEAD = "0001", "0006"
 
 
 def bring_up_to_date(connection: sqlalchemy.Connection) -> None:

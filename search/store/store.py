@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, selectinload
 from search.answers import Answer
 from search.errors import LostClaimError, SpooledError, UsageError
 from search.gate import RecordScore
+from search.objectives import DEFAULT, KEY
 from search.owner import on_this_host, owner_lives, owner_name
 from search.store.database import cause_of, take_turn
 from search.store.front import pareto_front
@@ -59,6 +60,7 @@ class Store(Slots):
     ) -> None:
         super().__init__(engine, study, note)
         self._spool = spool
+        self._made_of: tuple[str, ...] | None = None
 
     def take_in_spool(self) -> int:
         """Store what waits in the spool; how many trials, stages and scores that were.
@@ -290,22 +292,29 @@ class Store(Slots):
             .order_by(Outcome.trial)
         )
         session.execute(delete(FrontPoint).where(FrontPoint.study == self.study))
-        session.add_all(_front_point(point) for point in pareto_front(_as_they_stand(complete)))
+        front = pareto_front(_as_they_stand(complete), self._objectives(session))
+        session.add_all(map(_front_point, front))
 
     def _moves_front(self, session: Session, outcome: Outcome) -> bool:
         """Whether a trial may reach the front; one that stands behind it now stands behind any later one."""
         point = _front_point(outcome)
-        return point in pareto_front(sorted([*self._front(session), point], key=lambda p: p.trial))
+        points = sorted([*self._front(session), point], key=lambda p: p.trial)
+        return point in pareto_front(points, self._objectives(session))
 
     def _move_front(self, session: Session, outcome: Outcome) -> None:
         stored = self._front(session)
         points = sorted([*stored, _front_point(outcome)], key=lambda point: point.trial)
-        front = pareto_front(points)
+        front = pareto_front(points, self._objectives(session))
         for point in points:
             if point in front and point not in stored:
                 session.add(point)
             elif point in stored and point not in front:
                 session.delete(point)
+
+    def _objectives(self, session: Session) -> tuple[str, ...]:
+        if self._made_of is None and (defined := session.get(Definition, self.study)) is not None:
+            self._made_of = tuple(defined.definition.get(KEY, DEFAULT))  # for as long as the study goes on
+        return self._made_of or DEFAULT
 
     def _front(self, session: Session) -> list[FrontPoint]:
         return list(session.scalars(select(FrontPoint).where(FrontPoint.study == self.study)))
@@ -408,6 +417,12 @@ class Store(Slots):
         with self._reading() as session:
             return dict(session.get_one(Definition, self.study).definition)
 
+    @patient
+    def objectives(self) -> tuple[str, ...]:
+        """What the study's front is made of (see `search.objectives`)."""
+        with self._reading() as session:
+            return self._objectives(session)
+
     def best(self) -> Outcome | None:
         """The fastest trial that passed the gate."""
         front = self.front()
@@ -504,6 +519,7 @@ def _front_point(outcome: Outcome) -> FrontPoint:
         tps_low=outcome.tps_low,
         tps_high=outcome.tps_high,
         ppl=outcome.ppl,
+        figures=outcome.figures,
         setting=outcome.setting,
         card=outcome.card,
         simulated=outcome.simulated,
