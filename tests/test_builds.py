@@ -41,8 +41,7 @@ def searched(folder, *more, trials=24):
     url = f"sqlite:///{folder}/study.db"
     arguments = ["--study", str(folder), "--engine", "simulated", "--storage", url, "--trials", str(trials)]
     code = run.main([*arguments, "--logs", str(folder / "logs"), "--seed", "1", *more])
-    (name,) = {"synthetic-simulated"}
-    return code, Store(open_engine(url), name)
+    return code, Store(open_engine(url), "synthetic-simulated")
 
 
 @pytest.mark.parametrize(
@@ -193,16 +192,14 @@ def test_an_engine_that_does_not_start_costs_one_failure_and_not_the_search(with
 
 def test_a_search_goes_on_with_the_engine_that_it_was_at(with_knobs, capsys):
     folder = with_knobs("  max_num_batched_tokens: {choices: [256, 512], affects: speed}\n")
-    plan_of = 32
-    assert searched(folder, "--sampler", "random", "--timeout", "0.001", trials=plan_of)[0] == 0
-    for _ in range(40):
-        code, store = searched(folder, "--sampler", "random", "--json", trials=plan_of)
-        if store.finished() >= plan_of:
-            break
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == 0 and found["engine_starts"] <= 2
-    assert searched(folder, "--json", trials=plan_of)[0] == 0  # nothing is left to do
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["engine_starts"] <= 1
+    _, store = searched(folder, "--sampler", "random", trials=20)
+    last = store.outcomes()[-1].setting["max_num_batched_tokens"]
+    capsys.readouterr()
+    _, store = searched(folder, "--sampler", "random", "--json", trials=40)
+    assert last == 512 and [o.setting["max_num_batched_tokens"] for o in store.outcomes()[20:30]] == [last] * 10
+    assert json.loads(capsys.readouterr().out)["engine_starts"] == 2
+    assert searched(folder, "--json", trials=40)[0] == 0  # nothing is left to do
+    assert json.loads(capsys.readouterr().out)["engine_starts"] <= 1
 
 
 def test_a_build_that_affects_quality_is_gated_by_itself(with_knobs):

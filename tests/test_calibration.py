@@ -69,7 +69,7 @@ class Study:
     def measure(self, trial, rival=None):
         setting = SETTINGS[trial]
         rows = []
-        found, _, _ = self._stage.measure(trial, setting, setting, rival, rows)
+        found = self._stage.measure(trial, setting, setting, rival, rows).throughput
         self._store.add_all(rows)
         return found
 

@@ -44,6 +44,7 @@ def summary(**changes):
         "warnings": [],
         "confirmed": [],
         "winner": None,
+        "objectives": ("tps", "ppl"),
     }
     return Summary(**(values | changes))
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import drafters
 import pytest
 import readme
 import yaml
@@ -78,24 +79,39 @@ def test_a_live_engine_equals_one_built_cold_without_compiling(live_eager, spec,
         require_equal(live_eager, cold, setting, spec.prompts()[:12], spec.records()[:6])
 
 
-def test_ngrams_draft_up_to_k_tokens_and_change_none_that_is_kept(live_eager, spec, tmp_path):
+@pytest.fixture(scope="module")
+def plain(live_eager, spec):
+    """A window, prompts, and what the miniature says after them without drafts."""
     prompts, setting = spec.prompts()[:6], {WINDOW: 128, DRAFTS: 0}
     apply(live_eager, setting, prompts[0])
-    plain = [decode(live_eager, prompt) for prompt in prompts]
-    speculation = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    return setting, prompts, [decode(live_eager, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "suffix"])
+def test_every_other_method_drafts_as_k_says_and_changes_no_token_that_is_kept(plain, spec, tmp_path, method):
+    if method == "suffix":
+        pytest.importorskip("arctic_inference")  # which has to be compiled
+    setting, prompts, said = plain
+    made = {"draft_model": drafters.draft_model, "eagle3": drafters.eagle3}.get(method)
+    keys = {"model": str(made(tmp_path / method))} if made else {}
+    keys |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2} if method == "ngram" else {}
     with Worker("vllm", tmp_path / "worker.log") as worker:
         built = live_request(spec, enforce_eager=True)
-        request = structs.replace(built, drafter=None, build={METHOD: "ngram"}, speculation=speculation)
+        speculation = {"method": method, **keys}
+        request = structs.replace(built, drafter=None, build={METHOD: method}, speculation=speculation)
         loaded = worker.ask(request, Loaded, LOAD_S)
-        assert loaded.variable_drafts and TOP_K not in loaded.native and loaded.drafter_hash is None
+        assert loaded.variable_drafts == (made is None) and (loaded.drafter_hash is None) == (made is None)
+        assert TOP_K not in loaded.native
         for drafts in (6, 2, 0):
-            apply(worker, {**setting, DRAFTS: drafts}, prompts[0])
+            assert apply(worker, {**setting, DRAFTS: drafts}, prompts[0]).effective[DRAFTS] == drafts
             found = [decode(worker, prompt) for prompt in prompts]
             drafted, steps = (sum(getattr(d, name) for d in found) for name in ("draft_tokens", "drafts"))
-            assert drafted <= drafts * steps and (steps > 0) == (drafts > 0)
-            print(f"\nngram, K {drafts}: {steps} steps with drafts, {drafted} tokens drafted")
+            assert (steps > 0) == (drafts > 0)
+            assert drafted <= drafts * steps if made is None else drafted == drafts * steps
+            accepted = sum(sum(d.accepted_per_pos) for d in found)
+            print(f"\n{method}, K {drafts}: {steps} steps with drafts, {drafted} tokens drafted, {accepted} accepted")
             # As with the drafter, a step of several rows rounds otherwise, and near ties may fall differently.
-            same = sum(a.output_hash == b.output_hash for a, b in zip(found, plain, strict=True))
+            same = sum(a.output_hash == b.output_hash for a, b in zip(found, said, strict=True))
             assert same >= (len(prompts) if not drafts else len(prompts) // 3)
 
 
