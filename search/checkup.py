@@ -71,6 +71,9 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost, 
         told = gpu.energy_j() is not None
         says = "the GPU counts it" if told else "objectives name energy_j, and there is no GPU that counts it"
         checks.append(Check("energy", GOOD if told else BAD, says))
+    if "peak_bytes" in spec.objectives and device is not None and not _fixes_cache(spec):
+        says = "peak_bytes includes vLLM's cache, which fills gpu_memory_utilization: set kv_cache_memory_bytes"
+        checks.append(Check("peak memory", DOUBTFUL, says))
     if spec.build_knobs:
         checks.append(_engines(spec, trials))
     checks.append(_storage(url))
@@ -132,6 +135,12 @@ def _engines(spec: StudySpec, trials: int) -> Check:
     if len(plan.builds) < known:
         return Check("engines", DOUBTFUL, f"{says}: raise --trials, or give fewer values")
     return Check("engines", GOOD, says)
+
+
+def _fixes_cache(spec: StudySpec) -> bool:
+    """Whether the study says how large vLLM's cache is, which fills what memory is left otherwise."""
+    sizes = ("kv_cache_memory_bytes", "kv_cache_gib")
+    return sizes[0] in spec.engine.args or any(knob.name in sizes for knob in spec.build_knobs)
 
 
 def _model_words(spec: StudySpec, model: Mapping[str, Any]) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from search.knobs import NO_DRAFTS, words
-from search.objectives import DEFAULT, MORE, OBJECTIVES, listed
+from search.objectives import DEFAULT, MORE, OBJECTIVES, listed, value
 from search.store import Outcome
 from search.summary import Summary
 
 
-def verdict(outcome: Outcome) -> str:
-    """A finished trial in a few words."""
+def verdict(outcome: Outcome, objectives: Sequence[str] = DEFAULT) -> str:
+    """A finished trial in a few words, with the figures that its study's front is made of."""
     text = words(outcome.setting)
     if outcome.state == "PRUNED":
         text += f": pruned, {outcome.reason}"
     elif outcome.state == "COMPLETE":
-        text += f": {outcome.tps:.1f} tok/s, perplexity {outcome.ppl:.4f}"
+        more = [OBJECTIVES[name].shown(value(outcome, name)) for name in objectives if name in MORE]
+        text += ": " + ", ".join([f"{outcome.tps:.1f} tok/s", f"perplexity {outcome.ppl:.4f}", *more])
     else:
         text += f": failed ({outcome.reason})"
     if outcome.warning:

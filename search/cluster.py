@@ -24,6 +24,7 @@ from search.fleet import Fleet, check_fleet
 from search.inputs import check_inputs
 from search.ray_running import ray_running
 from search.recovery import open_study, recover
+from search.samplers import check_sampler
 from search.searcher import Board, End, Start, run_searcher
 from search.spec import StudySpec
 from search.store import Store, open_engine
@@ -52,6 +53,7 @@ def search_together(spec: StudySpec, options: Options, fleet: Fleet, observer: S
         check_inputs(spec)
     database = open_engine(options.storage)
     store = Store(database, study_name(spec, options.engine), note=observer.note)
+    check_sampler(spec.objectives, options.sampler, options.stop_early)
     store.define(definition(spec), options.to_store())
     with ray_running(fleet, options.logs):
         searchers = Searchers(spec, options, fleet, store, observer, started)
@@ -65,7 +67,7 @@ def search_together(spec: StudySpec, options: Options, fleet: Fleet, observer: S
         finally:
             searchers.end()
             with suppress(SQLAlchemyError, SearchError):
-                recover(open_study(options.storage, store.study, database), store)
+                recover(open_study(options.storage, store.study, database, spec.objectives), store)
     return summarize(store, searchers.engine_starts, time.perf_counter() - started)
 
 

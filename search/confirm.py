@@ -7,6 +7,7 @@ without drafts. Whoever leads is served in a second process before it wins. Clai
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,11 @@ from search.gates import Finding
 from search.identity import Identity, Plain, compare_tokens, degenerate, variety
 from search.knobs import DRAFTS, drafts_as_asked, quality_part, words
 from search.manifest import build_manifest, write_manifest
+from search.objectives import DEFAULT, losses
 from search.pace import elasticity
 from search.spec import StudySpec
 from search.stages import Observer
-from search.store import REFERENCE, Confirmation, Outcome, Store, setting_key
+from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store, setting_key
 from search.trial import Laboratory
 
 PROCESSES = 2  # that whoever leads must have been served in before it wins
@@ -48,14 +50,25 @@ class PlainEvidence:
 
 
 def finalists(store: Store, count: int) -> list[Outcome]:
-    """The fastest points of the front and, where it has fewer, the fastest other settings that passed the gate."""
-    front = [point.trial for point in reversed(store.front())]
+    """The fastest points of the front and, where it has fewer, the fastest other settings that passed the gate.
+
+    Of a front of other objectives than TPS and perplexity the fastest, then the best in each of the others.
+    """
+    front = [point.trial for point in _in_order(store.front(), store.objectives())]
     others = sorted((o for o in store.outcomes() if o.state == "COMPLETE"), key=lambda o: -(o.tps or 0.0))
     chosen: dict[str, Outcome] = {}
     for outcome in [*filter(None, map(store.outcome, front)), *others]:
         if outcome.reused_from is None and len(chosen) < count:
             chosen.setdefault(outcome.setting_key, outcome)
     return list(chosen.values())
+
+
+def _in_order(front: Sequence[FrontPoint], objectives: Sequence[str]) -> list[FrontPoint]:
+    fastest = sorted(front, key=lambda point: -point.tps)
+    if objectives == DEFAULT or not front:
+        return fastest
+    best = [min(fastest, key=lambda point: losses(point, [name]) or (math.inf,)) for name in objectives]
+    return [*fastest[:1], *best, *fastest]
 
 
 def confirm(

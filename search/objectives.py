@@ -40,7 +40,6 @@ OBJECTIVES = {
 }
 DEFAULT = ("tps", "ppl")
 MORE = tuple(name for name in OBJECTIVES if name not in DEFAULT)  # measured beside each speed
-TIMES = ("ttft_s", "itl_p95_s")
 KEY = "objectives"  # of a study file, and of its definition
 LEAST, MOST = 2, 3  # in a front
 
@@ -84,9 +83,9 @@ def value(point: Point, name: str) -> float | None:
     return found
 
 
-def lacking(point: Point, objectives: Iterable[str]) -> list[str]:
-    """The objectives that a point has no figure of."""
-    return [name for name in objectives if value(point, name) is None]
+def lacking(figures: Mapping[str, float | None], objectives: Iterable[str]) -> list[str]:
+    """The objectives among MORE that there is no figure of."""
+    return [name for name in objectives if name in MORE and figures.get(name) is None]
 
 
 def values(point: Point, objectives: Iterable[str]) -> list[float] | None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from search.closing import found, verdict
 from search.knobs import words
+from search.objectives import DEFAULT
 from search.screen import Screen, stage_words
 from search.store import REFERENCE, FrontPoint, Outcome
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class PlainProgress:
     """One line a finished trial, and one a long stage; nothing that a log file could not hold."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, objectives: Sequence[str] = DEFAULT) -> None:
+        self._stream, self._objectives = stream, objectives
         self._total = 0
         self._announced: tuple[int, str] | None = None
 
@@ -45,7 +46,7 @@ class PlainProgress:
 
     def finished(self, outcome: Outcome, finished: int, front: Sequence[FrontPoint]) -> None:
         """One line."""
-        self.note(f"[{finished}/{self._total}] trial {outcome.trial}: {verdict(outcome)}")
+        self.note(f"[{finished}/{self._total}] trial {outcome.trial}: {verdict(outcome, self._objectives)}")
 
     def searched(self, summary: Summary) -> None:
         """What was found, before finalists are confirmed."""
@@ -56,10 +57,12 @@ class PlainProgress:
         """Nothing is left open."""
 
 
-def make_progress(*, to_stderr: bool) -> PlainProgress | Screen:
+def make_progress(objectives: Sequence[str], *, to_stderr: bool) -> PlainProgress | Screen:
     """The live screen if the stream is a terminal that can move its cursor, otherwise plain lines."""
     stream = sys.stderr if to_stderr else sys.stdout
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")  # a stream that knows no × shows ? for it
     console = Console(file=stream)
-    return Screen(console) if console.is_terminal and not console.is_dumb_terminal else PlainProgress(stream)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Screen(console, objectives)
+    return PlainProgress(stream, objectives)

@@ -31,7 +31,7 @@ LEASE_S = 180.0  # of a searcher on another host: more than the two minutes for 
 CONSTRAINT = "ppl"
 
 
-def open_study(url: str, name: str, engine: Engine, objectives: Sequence[str] = DEFAULT) -> optuna.Study:
+def open_study(url: str, name: str, engine: Engine, objectives: Sequence[str]) -> optuna.Study:
     """The Optuna study of that name, made if it is new; `engine` is ours on the same database.
 
     Its values are the `objectives`, in their order.

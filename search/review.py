@@ -91,7 +91,8 @@ class ReviewStorage(RDBStorage):
 def study_note(study: Frames) -> str:
     """Markdown: what was searched, what was found, how to go on."""
     top, reference = headline(study), study.reference
-    best = f"Best: {top.who}, {top.tps:.1f} tok/s, perplexity {top.ppl:.4f} ({top.basis})." if top.tps else ""
+    what = "Best" if study.objectives == DEFAULT else "Fastest"
+    best = f"{what}: {top.who}, {top.tps:.1f} tok/s, perplexity {top.ppl:.4f} ({top.basis})." if top.tps else ""
     lines = [
         f"## {study.study}",
         "**SIMULATED: every figure is made up.**" if study.simulated else "",

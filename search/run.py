@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trials", type=int, metavar="N", help="total that should stand finished (default 200)")
     p.add_argument("--confirm", type=int, metavar="N", help="finalists to measure again, served (default 3; 0: none)")
     p.add_argument("--timeout", type=float, metavar="S", help="ask for no further trial after S seconds")
-    p.add_argument("--sampler", choices=SAMPLERS, help="who proposes settings (default gated)")
+    p.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        help="who proposes settings (default gated; tpe for other objectives than TPS and perplexity)",
+    )
     p.add_argument("--stop", choices=("auto",), help="auto: end when another trial is not expected to gain 0.2 %%")
     p.add_argument("--prior", metavar="FROM", help="points from elsewhere: CSV, vllm bench sweep's folder, a database")
     p.add_argument("--engine", metavar="NAME", help="vllm (default), simulated, or module:Class of another")
@@ -73,23 +77,14 @@ def main(argv: list[str] | None = None) -> int:
             fail("--confirm must be at least 0.")
         if args.ppl_ceiling is not None and not args.ppl_ceiling > 1:
             fail(f"--ppl-ceiling must be over 1, the least perplexity there is, not {args.ppl_ceiling}.")
-        if args.stop and resolved["sampler"] != "gated":
-            fail(
-                f"--stop auto needs --sampler gated, which says what another trial is worth; not {resolved['sampler']}."
-            )
         from search.objectives import DEFAULT
-        from search.samplers import missing
+        from search.samplers import check_sampler, missing
         from search.spec import read_study
 
         spec = read_study(path)
-        if spec.objectives != DEFAULT:
-            what = "models tokens a second and perplexity alone"
-            if args.stop:
-                fail(f"--stop auto needs --sampler gated, which {what}; the study's objectives are others.")
-            if chosen.get("sampler") == "gated":
-                fail(f"--sampler gated {what}; the study's objectives are others: take --sampler tpe.")
-            if "sampler" not in chosen:
-                resolved["sampler"], default_because["sampler"] = OF_OTHERS, f": gated {what}"
+        if "sampler" not in chosen and spec.objectives != DEFAULT:
+            resolved["sampler"], default_because["sampler"] = OF_OTHERS, ": gated knows no such objectives"
+        check_sampler(spec.objectives, resolved["sampler"], bool(args.stop))
         if "sampler" not in chosen and (lacks := missing(resolved["sampler"])):
             if args.stop:
                 fail(f"--stop auto needs {' and '.join(lacks)}: pip install {' '.join(lacks)}.")
@@ -108,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         from search.store import safe_url
         from search.study import Options, search
 
-        progress = make_progress(to_stderr=args.json)
+        progress = make_progress(spec.objectives, to_stderr=args.json)
         try:
             progress.note(f"Study {spec.name} ({why}): {path}")
             shown = {**resolved, "storage": safe_url(resolved["storage"])}

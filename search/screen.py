@@ -15,6 +15,7 @@ from rich.text import Text
 
 from search.closing import found, verdict
 from search.knobs import words
+from search.objectives import DEFAULT
 from search.store import REFERENCE, FrontPoint, Outcome
 
 if TYPE_CHECKING:
@@ -97,10 +98,10 @@ def sparkline(points: Sequence[tuple[float, float]], ceiling: float, width: int,
 
 
 class Screen:
-    """Follows a search on a terminal; lines that stay are printed above it."""
+    """Follows a search on a terminal; lines that stay are printed above it. `objectives` are the study's."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, objectives: Sequence[str] = DEFAULT) -> None:
+        self._console, self._objectives = console, objectives
         self._blocks = BLOCKS if "utf" in console.encoding.lower() else PLAIN_BLOCKS
         self._total = self._finished = 0
         self._times = StageTimes()
@@ -153,13 +154,15 @@ class Screen:
         if not self._total:
             return Group(rows)
         if self._last is not None:
-            rows.add_row("last", Text(f"trial {self._last.trial}: {verdict(self._last)}"))
+            rows.add_row("last", Text(f"trial {self._last.trial}: {verdict(self._last, self._objectives)}"))
             ended = (("COMPLETE", "passed"), ("PRUNED", "pruned"), ("known", "known"))
             rows.add_row("so far", Text(", ".join(f"{self._counts[state]} {word}" for state, word in ended)))
         if self._front:
             best, slowest = self._front[-1], self._front[0]
             line = f"trial {best.trial}: {words(best.setting)}: {best.tps:.1f} tok/s, perplexity {best.ppl:.4f}"
-            rows.add_row("best", Text(line, style="bold green"))
+            usual = self._objectives == DEFAULT
+            rows.add_row("best" if usual else "fastest", Text(line, style="bold green"))
+        if self._front and usual:
             spark = sparkline([(p.ppl, p.tps) for p in self._front], self._ceiling, SPARK_WIDTH, self._blocks)
             rows.add_row("front", Text(f"{slowest.tps:.0f} {spark} {best.tps:.0f} tok/s up to the ceiling"))
         per_trial = self._times.per_trial()

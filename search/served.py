@@ -192,7 +192,9 @@ def fall(tune: Mapping[str, float], held_out: Sequence[Mapping[str, float]]) -> 
 
     Both relative (0.05 is 5 %). The second is the lower end of a two-sided 95 % interval (Student's t). It allows for
     the spread of prompts, taken from both sets together, so that two held-out prompts that happen to be alike do not
-    pass for certainty; and for the spread of passes, as a single one was made over the tune prompts.
+    pass for certainty; and for the spread of passes, as a single one was made over the tune prompts. Both half-widths
+    are added in quadrature, which is exact where one of them counts and a little wide elsewhere; of three passes that
+    differ by 1 % it is 5 % to either side.
 
     Args:
         tune: seconds by prompt id, three prompts or more.

@@ -25,7 +25,7 @@ from search.knobs import TOP_K, WINDOW, Knob
 from search.lease import lease
 from search.owner import owner_name
 from search.recovery import close, end_orphans, open_study, recover, settle, tell
-from search.samplers import Problem, Reference, make_sampler, trial_seed
+from search.samplers import Problem, Reference, check_sampler, make_sampler, trial_seed
 from search.samplers.gated import asked_on_all
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
@@ -122,11 +122,13 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     """Run the study until `options.trials` trials stand finished (COMPLETE or PRUNED), or time is up.
 
     Raises:
-        UsageError: the study in the database was started with other settings.
+        UsageError: the study in the database was started with other settings, or the sampler does not know the
+            study's objectives.
         SearchError: the database cannot be used, the engine does not start, the reference is over the ceiling,
             or ten trials in a row failed.
     """
     started = time.perf_counter()
+    check_sampler(spec.objectives, options.sampler, options.stop_early)
     if options.engine == "vllm":
         check_inputs(spec)
     name = study_name(spec, options.engine)

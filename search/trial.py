@@ -19,7 +19,7 @@ from search.engine.session import EngineSession, insist
 from search.errors import SearchError
 from search.gates import Finding
 from search.knobs import DRAFTS, canonical
-from search.objectives import OBJECTIVES, lacking
+from search.objectives import DEFAULT, lacking
 from search.spec import StudySpec
 from search.stages import (
     CARD_PASSES,
@@ -189,7 +189,9 @@ class Laboratory:
             with self._session.within("gate"):
                 gated = self._perplexity.measure_reference(first.setting, effective, "card")
             with self._session.within("speed"):
-                return [gated, *self._throughput.measure_reference(first.setting, effective, CARD_PASSES)[1]]
+                found, passes = self._throughput.measure_reference(first.setting, effective, CARD_PASSES)
+            require_objectives(found, self._spec.objectives)
+            return [gated, *passes]
 
         try:
             self._store.add_all(self.insist("The reference setting", measure))
@@ -317,8 +319,6 @@ class Laboratory:
             warning=found.warning,
         )
         outcome.card_tps = found.throughput.tps
-        if lacks := lacking(outcome, self._spec.objectives):
-            raise self._session.refuse("impossible-figure", f"there is no {' and no '.join(lacks)} of it")
         return outcome
 
     def _failed(self, trial: int, setting: Setting, started: float, error: WorkerError) -> Outcome:
@@ -353,12 +353,7 @@ class Laboratory:
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
         self._card = self._environment().card
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
-        if lacks := lacking(outcome, self._spec.objectives):
-            told = ", ".join(name for name in OBJECTIVES if name not in lacking(outcome, OBJECTIVES))
-            raise SearchError(
-                f"The study's objectives name {' and '.join(lacks)}, which cannot be measured here: this engine tells "
-                f"of {told}."
-            )
+        require_objectives(found, self._spec.objectives)
         findings = [*self._perplexity.of_reference(gated, self._ceiling), *(finding for finding, _ in answered)]
         outcome.gates = self._gates(findings)
         self._store.finish(outcome, [gated, *(row for _, row in answered), *rows])
@@ -440,6 +435,20 @@ class Laboratory:
                 log=str(log.resolve())[-500:],
                 start_s=loaded.start_s,
             )
+        )
+
+
+def require_objectives(found: SpeedResult, objectives: Sequence[str]) -> None:
+    """Check that the reference setting has every figure that the front is made of.
+
+    Raises:
+        SearchError: it lacks one.
+    """
+    if lacks := lacking(found.more, objectives):
+        told = ", ".join([*DEFAULT, *(name for name, figure in found.more.items() if figure is not None)])
+        raise SearchError(
+            f"The study's objectives name {' and '.join(lacks)}, which cannot be measured here: this engine tells "
+            f"of {told}."
         )
 
 

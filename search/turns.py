@@ -99,14 +99,14 @@ class Turns:
         return of_build | {knob.name: distribution(knob) for knob in self._spec.knobs_of(build)}
 
     def _begin(self, study: optuna.Study, trials: Sequence[FrozenTrial], build: Setting) -> None:
-        """Let a build begin with the live knobs that did best so far."""
+        """Let a build begin with the live knobs that were fastest so far."""
         waiting = [t for t in trials if t.state == TrialState.WAITING]
         if any(self._spec.build_of(t.system_attrs.get("fixed_params", {})) == build for t in waiting):
             return
         passed = [t for t in trials if t.state == TrialState.COMPLETE]
         best = max(passed, key=lambda t: t.user_attrs["tps"]).params if passed else {}
         live = {k.name: best.get(k.name, self._default[k.name]) for k in self._spec.knobs_of(build)}
-        why = "the first with this engine: what did best with the others"
+        why = "the first with this engine: what was fastest with the others"
         study.enqueue_trial({**build, **live}, user_attrs={"why": why})
 
 

@@ -63,7 +63,8 @@ class SlowerShare(SimulatedEngine):
     def decode(self, request):
         found = super().decode(request)
         slower = 1.5 if os.environ.get(SHARE) == "share 1" else 1.0
-        return msgspec.structs.replace(found, latency_s=slower * found.latency_s)
+        first = [slower * seconds for seconds in found.first_token_s]
+        return msgspec.structs.replace(found, latency_s=slower * found.latency_s, first_token_s=first)
 
 
 class TellsNoLongWaits(SimulatedEngine):

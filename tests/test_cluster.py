@@ -103,8 +103,12 @@ def left_of(process):
 def test_two_searchers_finish_one_study_on_the_scale_of_the_first_ones_card(study_folder, python, tmp_path):
     storage, slower = f"sqlite:///{tmp_path}/s.db", "tests.odd_engines:SlowerShare"
     arguments = ("--gpus", "cpu:2", "--sampler", "random")
+    with (study_folder / "study.yaml").open("a") as file:
+        file.write("objectives: [tps, ppl, ttft_s]\n")
     with running(python, study_folder, 40, storage, *arguments, takes=0.05, engine=slower) as process:
         summary, errors = summary_of(process)
+    assert summary["objectives"] == ["tps", "ppl", "ttft_s"]
+    assert optuna.load_study(study_name=NAME, storage=storage).metric_names == summary["objectives"]
     assert summary["trials"]["complete"] + summary["trials"]["pruned"] == 40
     assert summary["engine_starts"] == 2 and errors.count("[40/40]") == 1
     store = check(storage, 40)
@@ -118,6 +122,8 @@ def test_two_searchers_finish_one_study_on_the_scale_of_the_first_ones_card(stud
         scale = 1.0 if o.card == first else 1.5 if first == "simulated share 0" else 1 / 1.5
         assert o.tps == pytest.approx(scale * o.card_tps, rel=0.01)
         assert o.tps_low < o.tps < o.tps_high
+        (measured,) = store.measurements("speed", "done", o.source)
+        assert o.figures["ttft_s"] == pytest.approx(measured.figures["ttft_s"] / scale, rel=0.02)
     assert {o.card for o in outcomes} == cards and len({o.ceiling for o in outcomes}) == 1
 
 

@@ -11,14 +11,15 @@ from optuna.study import StudyDirection
 from test_study import Silent, optuna_trials, stored
 
 from search import run
-from search.closing import found
+from search.closing import found, verdict
+from search.confirm import finalists
 from search.errors import SearchError, UsageError
 from search.objectives import OBJECTIVES, losses, value
 from search.report.figures import all_figures
 from search.report.page import render
 from search.review import study_note, trial_note
 from search.spec import read_study
-from search.store import REFERENCE, load, pareto_front
+from search.store import REFERENCE, Outcome, load, pareto_front
 from search.study import definition, search
 
 ASKED = [*itertools.combinations(OBJECTIVES, 2), *itertools.combinations(OBJECTIVES, 3)]
@@ -125,6 +126,39 @@ def test_what_is_shown_of_a_study_names_its_objectives(study_of, options):
     assert f"first token after {best.ttft_s * 1e3:.1f} ms" in trial_note(best, frames)
 
 
+def test_a_figure_names_knobs_that_are_no_python_names(study_of, study_folder, options):
+    file = study_folder / "study.yaml"
+    file.write_text(file.read_text().replace("knobs:\n", "knobs:\n  env.VLLM_X: {choices: [0, 1]}\n"))
+    search(study_of("tps", "ttft_s"), options(12, sampler="random"), Silent())
+    shown = next(f for f in all_figures(load(options(12).storage)) if f.name == "front").plot.data[1].text
+    assert all("env.VLLM_X" in text and "first token after" in text for text in shown)
+
+
+def test_the_fastest_and_the_best_in_each_objective_are_finalists(study_of, options):
+    objectives = ("tps", "ppl", "ttft_s")
+    search(study_of(*objectives), options(40), Silent())
+    store = stored(options(40))
+    front = store.front()
+    assert len(front) > 3
+    chosen = finalists(store, 3)
+    assert chosen[0].tps == max(point.tps for point in front)
+    for name in objectives:
+        assert min(losses(o, [name]) for o in chosen) == min(losses(point, [name]) for point in front)
+
+
+def test_a_sampler_that_does_not_know_the_objectives_is_refused_from_python_too(study_of, options):
+    with pytest.raises(UsageError, match="perplexity alone, and this study.s objectives are .* time to the"):
+        search(study_of("tps", "ttft_s"), options(3, sampler="gated"), Silent())
+    with pytest.raises(UsageError, match="--stop auto needs --sampler gated"):
+        search(study_of("tps", "ttft_s"), options(3, stop_early=True), Silent())
+
+
+def test_a_trials_line_has_the_figures_of_its_objectives():
+    found = Outcome(state="COMPLETE", setting={}, tps=10.0, ppl=2.0, figures={"ttft_s": 0.0123}, trial=1)
+    assert verdict(found, ("tps", "ttft_s")).endswith("10.0 tok/s, perplexity 2.0000, first token after 12.3 ms")
+    assert verdict(found).endswith("10.0 tok/s, perplexity 2.0000")
+
+
 def test_objectives_are_part_of_what_a_study_is(study_of, options):
     search(study_of("tps", "ttft_s"), options(3), Silent())
     with pytest.raises(UsageError, match=r'started with objectives = \["tps", "ttft_s"\], now it is not set'):
@@ -160,10 +194,11 @@ def test_the_command_takes_a_sampler_that_knows_the_objectives(study_of, study_f
     command = [*where, "--engine", "simulated", "--trials", "4", "--json"]
     assert run.main(command) == 0
     said = capsys.readouterr()
-    assert "sampler tpe (default: gated models tokens a second and perplexity alone)" in said.err
+    assert "sampler tpe (default: gated knows no such objectives)" in said.err
+    assert ", first token after " in said.err
     document = json.loads(said.out)
     assert document["objectives"] == ["tps", "ttft_s"] and document["front"][0]["ttft_s"] > 0
     for more in (["--sampler", "gated"], ["--stop", "auto"]):
         with pytest.raises(SystemExit) as ended:
             run.main([*command, *more])
-        assert ended.value.code == 2 and "the study's objectives are others" in capsys.readouterr().err
+        assert ended.value.code == 2 and "--sampler gated" in capsys.readouterr().err

@@ -45,7 +45,13 @@ def first_release(file):
         database.execute(
             "INSERT INTO pareto_outcome "
             "(study, trial, state, setting, setting_key, wall_s, simulated, created_at, ppl) "
-            "VALUES ('s', 3, 'PRUNED', '{}', '{}', 1.0, 0, '2026-11-01 00:00:00', 2.5)"
+            "VALUES ('s', 3, 'PRUNED', '{}', '{}', 1.0, 0, '2026-11-01 00:00:00', 2.5),"
+            "('s', 4, 'COMPLETE', '{}', '{}', 1.0, 0, '2026-11-01 00:00:00', 2.5)"
+        )
+        database.execute(
+            "INSERT INTO pareto_measurement "
+            "(study, trial, environment_id, stage, status, setting, effective, figures, wall_s, created_at) "
+            "VALUES ('s', 4, 1, 'speed', 'done', '{}', '{}', '{\"ttft_s\": 0.5}', 1.0, '2026-11-01 00:00:00')"
         )
 
 
@@ -70,7 +76,8 @@ def test_a_database_of_the_first_release_is_upgraded_with_its_trials(file):
     store = Store(open_engine(f"sqlite:///{file}"), "s")
     assert version(file) == HEAD != FIRST
     assert (store.outcome(3).ppl, store.outcome(3).failure) == (2.5, None)
-    store.finish(Outcome(study="s", trial=4, state="FAIL", setting={}, setting_key="{}", wall_s=1.0, simulated=False))
+    assert store.outcome(3).figures is None and store.outcome(4).figures["ttft_s"] == 0.5
+    store.finish(Outcome(study="s", trial=5, state="FAIL", setting={}, setting_key="{}", wall_s=1.0, simulated=False))
     assert store.orphan_marks() == set()
 
 

@@ -8,6 +8,7 @@ from optuna.trial import TrialState
 from sqlalchemy import Engine, event
 from test_study import Silent
 
+from search.objectives import DEFAULT
 from search.recovery import open_study
 from search.spec import read_study
 from search.storage import ask, end_trial, shared_storage
@@ -19,7 +20,7 @@ RANGES = {"sliding_window": IntDistribution(16, 512, step=4), "num_speculative_t
 
 @pytest.fixture
 def study(database_url):
-    return open_study(database_url, "s", open_engine(database_url))
+    return open_study(database_url, "s", open_engine(database_url), DEFAULT)
 
 
 def as_optuna_has_it(url, name="s"):
@@ -78,7 +79,7 @@ def test_what_was_written_together_is_not_there_when_it_broke_off(study, databas
 
 
 def test_a_trial_of_another_searcher_is_seen_by_the_next_ask(study, database_url):
-    other = open_study(database_url, "s", open_engine(database_url))
+    other = open_study(database_url, "s", open_engine(database_url), DEFAULT)
     theirs = ask(other, lambda _: RANGES)
     seen = []
 

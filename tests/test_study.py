@@ -21,6 +21,7 @@ from search.closing import found
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.simulated import SimulatedEngine
 from search.errors import SearchError, UsageError
+from search.objectives import DEFAULT
 from search.recovery import open_study, recover
 from search.spec import read_study
 from search.store import REFERENCE, Store, open_engine, setting_key
@@ -467,7 +468,7 @@ def test_a_searcher_elsewhere_that_is_not_heard_of_gives_its_trial_back(study_fo
 def put_right(url):
     database = open_engine(url)
     store = Store(database, "synthetic-simulated")
-    return recover(open_study(url, store.study, database), store)
+    return recover(open_study(url, store.study, database, DEFAULT), store)
 
 
 def test_several_that_put_things_right_at_once_ask_for_a_lost_trial_once(study_folder, options):

@@ -17,6 +17,7 @@ from plotly.subplots import make_subplots
 from search.knobs import DRAFTS, SHORT, TOP_K, WINDOW
 from search.objectives import DEFAULT, OBJECTIVES, listed
 from search.report.hypervolume import progress
+from search.store.slots import REFERENCE
 
 if TYPE_CHECKING:
     from search.store.frames import Frames
@@ -154,12 +155,12 @@ def _figures_of(study: Frames, rows: pd.DataFrame, along: str, up: str, name: st
     told = [
         "<br>".join(
             [
-                f"<b>{'reference' if row.trial < 0 else f'trial {row.trial}'}</b>",
-                *(f"{written(knob)} {getattr(row, knob)}" for knob in study.knobs if pd.notna(getattr(row, knob))),
-                *(OBJECTIVES[figure].shown(getattr(row, figure)) for figure in study.objectives),
+                f"<b>{name if row['trial'] == REFERENCE else 'trial {:d}'.format(row['trial'])}</b>",
+                *(f"{written(knob)} {row[knob]}" for knob in study.knobs if pd.notna(row[knob])),
+                *(OBJECTIVES[figure].shown(row[figure]) for figure in study.objectives),
             ]
         )
-        for row in rows.itertuples()
+        for row in rows.to_dict("records")
     ]
     return go.Scatter(x=x, y=y, mode="markers", name=name, marker=marker, hoverinfo="text", text=told)
 
@@ -261,13 +262,13 @@ def best_so_far(study: Frames) -> Figure | None:
             area = go.Scatter(x=x[steps], y=volume[steps], line={"color": GREEN, "shape": "hv"})
             plot.add_trace(area, row=2, col=column)
         plot.update_xaxes(title_text=name, row=rows, col=column)
-    plot.update_yaxes(title_text="best tok/s", row=1, col=1)
+    plot.update_yaxes(title_text="most tok/s", row=1, col=1)
     if rows == 2:
         plot.update_yaxes(title_text="hypervolume", row=2, col=1)
     plot.update_layout(showlegend=False)
     if best.notna().any():
         last = trials.trial[best == best.iloc[-1]].iloc[0]
-        alt = f"The best of {len(trials)} trials was found in trial {last}."
+        alt = f"The fastest of {len(trials)} trials was found in trial {last}."
     else:
         alt = "No trial passed the gate."
     return Figure("progress", "How the search got there", alt, plot)

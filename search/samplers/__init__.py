@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
 
 from search.errors import UsageError
+from search.objectives import DEFAULT, listed
 from search.samplers.problem import PriorPoint, Problem, Reference
 
+GATED = "gated"
 STARTUP_TRIALS = 64  # of TPE: of 200 drawn at random, so that every window is seen, the forbidden ones too
 NEEDS = {"gp": ("torch",), "gated": ("torch", "botorch")}  # packages that a sampler imports
 
@@ -44,12 +46,27 @@ def _gated(problem: Problem, seed: int) -> BaseSampler:
 
 
 SAMPLERS: dict[str, Callable[[Problem, int], BaseSampler]] = {
-    "gated": _gated,
+    GATED: _gated,
     "tpe": _tpe,
     "gp": _gp,
     "nsga2": _nsga2,
     "random": _random,
 }
+
+
+def check_sampler(objectives: Sequence[str], name: str, stop_early: bool) -> None:
+    """Check that a sampler knows a study's objectives, and that it can say what another trial is worth if it must.
+
+    Raises:
+        UsageError: it does not, or cannot.
+    """
+    if name == GATED and tuple(objectives) != DEFAULT:
+        raise UsageError(
+            f"--sampler {GATED} models tokens a second and perplexity alone, and this study's objectives are "
+            f"{listed(objectives)}: take --sampler tpe."
+        )
+    if stop_early and name != GATED:
+        raise UsageError(f"--stop auto needs --sampler {GATED}, which says what another trial is worth; not {name}.")
 
 
 def missing(name: str) -> list[str]:
@@ -81,4 +98,4 @@ def trial_seed(seed: int, ordinal: int, attempt: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-__all__ = ["SAMPLERS", "PriorPoint", "Problem", "Reference", "make_sampler", "missing", "trial_seed"]
+__all__ = ["SAMPLERS", "PriorPoint", "Problem", "Reference", "check_sampler", "make_sampler", "missing", "trial_seed"]

@@ -18,7 +18,7 @@ from search.engine.process import WorkerError
 from search.engine.protocol import Decode, Decoded, DecodeTogether, Loaded, Pace, Paced, Setting
 from search.engine.session import EngineSession
 from search.knobs import DRAFTS
-from search.objectives import DEFAULT, MORE, TIMES
+from search.objectives import DEFAULT, MORE, lacking
 from search.spec import StudySpec
 from search.stages.base import Observer, Stage, apply
 from search.stages.figures import Timed, drafting, more_figures
@@ -73,6 +73,7 @@ class ThroughputStage(Stage):
         self._anchors: list[dict[str, float]] = []
         self._rival: tuple[int, list[speed.PromptTiming]] = REFERENCE, []  # the last one: a trial, its prompts
         self._scale, self._scale_error = 1.0, 0.0  # of the first card to this one (see `speed.rescaled`)
+        self._more_scale: dict[str, float] = {}  # the same of the figures beside the speed
 
     def recall(self, card: str, passes: Sequence[Measurement]) -> None:
         """Take up what the store knows of the study on this card.
@@ -91,6 +92,8 @@ class ThroughputStage(Stage):
             here, there = math.fsum(self._reference_s.values()), math.fsum(_of_both(first, first_again).values())
             timing = math.hypot(self._noise, float(first.figures["noise"])) / math.sqrt(2 * len(self._waves))
             self._scale, self._scale_error = here / there, math.hypot(timing, BETWEEN_PROCESSES)
+            known = [name for name in MORE if first.figures.get(name) and reference.figures.get(name)]
+            self._more_scale = {name: first.figures[name] / reference.figures[name] for name in known}
             self._observer.note(
                 f"This card ({card}) runs the reference setting {there / here:.3f} × as fast as the one that the study "
                 f"began on (± {1.96 * self._scale_error:.1%}); its figures are put on that one's scale."
@@ -289,6 +292,8 @@ class ThroughputStage(Stage):
             found = self._no_faster_than(rival_found, rival_timings, timed, found)
         raw = speed.throughput([_timing(t.decoded, t.decoded.latency_s) for t in timed])
         figures = {**self._figures(found, timed), "tps_raw": raw}
+        if lacks := lacking(figures, self._spec.objectives):
+            raise self._session.refuse("impossible-figure", f"there is no {' and no '.join(lacks)} of it")
         rows.append(self._speed_row(trial, "done", setting, effective, figures, timed))
         if controls:
             slower, here = self._slower_here(), self._reference_here()
@@ -307,9 +312,9 @@ class ThroughputStage(Stage):
         """What was found on this card, on the scale of the one that the study's reference was measured on."""
         if self._scale_error == 0:
             return found
-        slower = {name: s and s / self._scale for name, s in found.more.items() if name in TIMES}
         throughput = speed.rescaled(found.throughput, self._scale, self._scale_error)
-        return replace(found, throughput=throughput, more={**found.more, **slower})
+        more = {name: x and x * self._more_scale.get(name, 1.0) for name, x in found.more.items()}
+        return replace(found, throughput=throughput, more=more)
 
     def _timings_of(self, trial: int | None) -> list[speed.PromptTiming]:
         """A measured trial's prompts, drift undone."""
