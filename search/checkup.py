@@ -17,7 +17,7 @@ from search import builds
 from search.cost import StageCost, stage_costs
 from search.engine import gpu
 from search.errors import SearchError
-from search.inputs import check_models, check_texts, context_length
+from search.inputs import check_concurrency, check_models, check_texts, context_length
 from search.modelfiles import weight_bytes
 from search.spec import StudySpec
 from search.store import Store, open_engine, safe_url, sqlite_file, study_names
@@ -151,6 +151,7 @@ def _model_words(spec: StudySpec, model: Mapping[str, Any]) -> str:
 def _text_words(spec: StudySpec, model: Mapping[str, Any]) -> str:
     """How many there are of each; none held out is said, as nothing can be confirmed on unseen texts then."""
     check_texts(spec, model)
+    check_concurrency(spec)
     counts = {
         "tune prompts": len(spec.prompts()),
         "held-out prompts": len(spec.held_out_prompts()),

@@ -76,10 +76,11 @@ def _best_in_others(summary: Summary) -> list[str]:
         return []
     lines = []
     for name in (name for name in summary.objectives if name != "tps"):
-        least = min(summary.front, key=lambda point: point[name])
+        least, objective = min(summary.front, key=lambda point: point[name]), OBJECTIVES[name]
         lines.append(
-            f"Least {OBJECTIVES[name].words}: trial {least['trial']} ({words(least['knobs'])}): "
-            f"{OBJECTIVES[name].shown(least[name])}, {least['tps']:.1f} tok/s."
+            f"Least {objective.words}: trial {least['trial']} ({words(least['knobs'])}): "
+            f"{objective.shown(least[name])}, {least['tps']:.1f} tok/s "
+            f"(reference: {objective.shown(value(summary.reference, name))})."
         )
     return lines
 

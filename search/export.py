@@ -52,19 +52,22 @@ def main(argv: list[str] | None = None) -> int:
         from search.knobs import words
         from search.manifest import build_manifest, write_manifest
         from search.spec import read_study
-        from search.store import Store, open_engine, safe_url
-        from search.study import PATCH_KEY
+        from search.store import Store, open_engine, safe_url, study_names
+        from search.study import PATCH_KEY, study_name
 
         path, _ = find_study(args.study)
         spec = read_study(path)
         url = args.storage or DEFAULT_STORAGE
-        store = Store(open_engine(url, must_exist=True), spec.name)
+        database = open_engine(url, must_exist=True)
+        store = Store(database, spec.name)
         where = f"study {spec.name} in {safe_url(url)}"
         winner = store.winner()
         number = int(args.trial) if args.trial != "best" else winner.trial if winner else None
         outcome = store.best() if number is None else store.outcome(number)
         if outcome is None:
             what = "no trial that passed the gate" if args.trial == "best" else f"no trial {args.trial}"
+            if study_name(spec, "simulated") in study_names(database):
+                what += " (simulated ones are there, and are not exported)"
             return _nothing(f"There is {what} in {where}.")
         if outcome.state != "COMPLETE":
             return _nothing(f"Trial {outcome.trial} has no speed to claim: {outcome.reason}.")
@@ -80,11 +83,14 @@ def main(argv: list[str] | None = None) -> int:
             if confirmation and confirmation.eligible
             else f"NOT confirmed: the search saw {outcome.tps:.1f} tok/s, and nothing is claimed"
         )
+        check = f"Check it with: python -m search.verify {args.out}"
+        if not (confirmation and confirmation.eligible):
+            check = "Nothing of it can be verified before it is confirmed: python -m search.run with --confirm 3."
         print(
             f"Wrote {args.out}: trial {outcome.trial} ({words(outcome.setting)}), perplexity {outcome.ppl:.4f}, "
             f"{said}.\n"
             f"Serve it with: python {args.out / 'serve.py'}\n"
-            f"Check it with: python -m search.verify {args.out}"
+            f"{check}"
         )
         for form in args.forms:
             print(f"Also: {args.out / FORMS[form].file}")

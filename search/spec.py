@@ -366,6 +366,9 @@ def _workload(section: Section, folder: Path) -> WorkloadSpec:
     prompts = folder / section.take("prompts", str)
     tokens = section.take("output_tokens", int, least=2)
     precision = section.take("precision", float, 0.01, least=0.001)
+    if precision >= 1:
+        node = section.children["precision"][1]
+        raise section.error(node, f"workload.precision must be under 1 (0.02 is ± 2 %), not {precision:g}")
     most = section.optional("prompts_per_trial", int, least=2)
     concurrency = section.take("concurrency", int, 1, least=1)
     control_prompts, control_trials = None, 25

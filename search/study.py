@@ -18,6 +18,7 @@ from kernels.patches.base import PatchRefusedError
 from kernels.plugin import switched_on
 from search import builds
 from search.confirm import confirm
+from search.engine import gpu
 from search.engine.protocol import Setting
 from search.errors import LostClaimError, SearchError, SpooledError, UsageError
 from search.inputs import check_inputs
@@ -25,7 +26,7 @@ from search.knobs import TOP_K, WINDOW, Knob
 from search.lease import lease
 from search.owner import owner_name
 from search.recovery import close, end_orphans, open_study, recover, settle, tell
-from search.samplers import Problem, Reference, check_sampler, make_sampler, trial_seed
+from search.samplers import PriorPoint, Problem, Reference, check_sampler, make_sampler, trial_seed
 from search.samplers.gated import asked_on_all
 from search.samplers.prior import enqueue, read_prior, safe_source
 from search.spec import StudySpec
@@ -129,8 +130,11 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     """
     started = time.perf_counter()
     check_sampler(spec.objectives, options.sampler, options.stop_early)
+    _prior(spec, options)  # what is wrong with it is said before an engine starts
     if options.engine == "vllm":
         check_inputs(spec)
+        if "energy_j" in spec.objectives and gpu.energy_j() is None:
+            raise UsageError("The study's objectives name energy_j, and there is no GPU here that counts it.")
     name = study_name(spec, options.engine)
     database = open_engine(options.storage)
     spool = Spool(options.storage, name)
@@ -239,10 +243,13 @@ def _problem(spec: StudySpec, options: Options, store: Store) -> Problem:
     """What a sampler is told of the study; its reference must have been measured."""
     found = store.outcome(REFERENCE)
     assert found is not None and found.ceiling is not None and found.ppl is not None and found.tps is not None
-    prior = read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
     first = builds.base(spec.build_knobs)
     reference = Reference(found.setting, found.ppl, found.tps, found.figures or {})
-    return Problem(spec.knobs_of(first), found.ceiling, reference, prior, first)
+    return Problem(spec.knobs_of(first), found.ceiling, reference, _prior(spec, options), first)
+
+
+def _prior(spec: StudySpec, options: Options) -> tuple[PriorPoint, ...]:
+    return read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
 
 
 def _loop(

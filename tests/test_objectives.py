@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import optuna
 import pytest
@@ -108,6 +109,7 @@ def test_a_search_finds_the_front_of_its_objectives(study_of, options, objective
     assert all(trials[o.trial].values == [value(o, n) for n in objectives] for o in passed)
     said = "\n".join(found(summary))
     assert "Fastest of a front of" in said and f"Least {OBJECTIVES[objectives[-1]].words}: trial" in said
+    assert f"(reference: {OBJECTIVES[objectives[-1]].shown(value(store.outcome(REFERENCE), objectives[-1]))})" in said
     point = min(summary.as_json()["front"], key=lambda p: p[objectives[-1]])
     assert point[objectives[-1]] == min(value(o, objectives[-1]) for o in passed)
 
@@ -169,6 +171,14 @@ def test_an_objective_that_the_engine_does_not_tell_of_ends_the_search_at_the_re
     with pytest.raises(SearchError, match=r"name energy_j, which cannot be measured here: .* of tps, ppl, ttft_s, itl"):
         search(study_of("tps", "energy_j"), options(3), Silent())
     assert stored(options(3)).outcome(REFERENCE) is None
+
+
+def test_energy_that_nothing_counts_is_said_before_an_engine_starts(study_of, options, monkeypatch):
+    monkeypatch.setattr("search.study.check_inputs", lambda spec: None)
+    monkeypatch.setattr("search.engine.gpu.energy_j", lambda: None)
+    with pytest.raises(UsageError, match="name energy_j, and there is no GPU here that counts it"):
+        search(study_of("tps", "energy_j"), options(3, engine="vllm"), Silent())
+    assert not Path(options(3).storage.removeprefix("sqlite:///")).exists()
 
 
 def test_a_trial_that_lacks_an_objective_fails_and_its_others_stand(study_of, options):

@@ -24,6 +24,7 @@ def test_a_study_file_becomes_a_spec(study_folder):
         ("high: 128, log: true", "high: 128, logg: true", 8, "did you mean log"),
         ("default: 4", "default: 14", 9, "default (14) is not a value of the range"),
         ("output_tokens: 64", "output_tokens: many", 12, "must be a whole number, not 'many'"),
+        ("output_tokens: 64", "precision: 2\n  output_tokens: 64", 12, "workload.precision must be under 1"),
         ("warmup: {prompts", "warm_up: {prompts", 14, "did you mean warmup"),
         ("{ratio: 1.05}", "{ratio: 1.05, ppl: 2.42}", 15, "exactly one of ppl and ratio"),
         ("{ratio: 1.05}", "{ratio: 0.9}", 15, "must be at least 1, not 0.9"),

@@ -17,6 +17,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from search import export
 from search.closing import found
 from search.engine.protocol import Apply, Decode, Load
 from search.engine.simulated import SimulatedEngine
@@ -72,6 +73,19 @@ def test_a_search_finishes_its_trials_and_stores_the_front(study_folder, options
     assert summary.best["itl_p95_s"] > reference["itl_p95_s"]  # drafts come in bursts, after longer steps
     assert "95 % of the gaps between tokens" in "".join(found(summary))
     assert all(o.simulated for o in stored(options(100)).outcomes())
+
+
+def test_a_prior_that_cannot_be_read_is_said_before_an_engine_starts(study_folder, options):
+    with pytest.raises(UsageError, match=r"--prior nowhere.csv cannot be read"):
+        search(read_study(study_folder), options(3, prior="nowhere.csv"), Silent())
+    assert not list(Path(options(3).logs).glob("*.log"))
+
+
+def test_simulated_trials_are_not_exported_and_that_is_said(study_folder, options, tmp_path, capsys):
+    search(read_study(study_folder), options(3), Silent())
+    where = ["--study", str(study_folder), "--storage", options(3).storage, "--out", str(tmp_path / "out")]
+    assert export.main([*where, "--unverified"]) == 1
+    assert "simulated ones are there, and are not exported" in capsys.readouterr().err
 
 
 def test_the_defaults_are_the_first_trial_and_the_reference_is_none_of_them(study_folder, options):

@@ -10,8 +10,8 @@ import pytest
 from search import run
 from search.errors import UsageError
 from search.knobs import DRAFTS, WINDOW, Knob
-from search.samplers.prior import WHY, proposals, read_prior
-from search.samplers.problem import Problem, Reference
+from search.samplers.prior import WHY, enqueue, proposals, read_prior
+from search.samplers.problem import PriorPoint, Problem, Reference
 from search.sweep import read_sweep
 
 KNOBS = (Knob(WINDOW, 64, 512, 64), Knob(DRAFTS, 0, 10))
@@ -90,6 +90,17 @@ def test_what_a_sweep_found_at_the_models_own_window_is_proposed_and_no_other_as
     reference = Reference({WINDOW: 512, DRAFTS: 0}, ppl=4.0, tps=100.0)
     found = proposals(Problem(KNOBS, 4.2, reference, read_prior(str(folder), KNOBS)))
     assert [(p.setting, p.ppl) for p in found] == [({WINDOW: 512, DRAFTS: 4}, 4.0)]
+
+
+def test_points_from_elsewhere_are_tried_on_the_studys_own_steps():
+    knobs, reference = (
+        (Knob(WINDOW, 32, 512, step=32), Knob(DRAFTS, 0, 10)),
+        Reference({WINDOW: 512, DRAFTS: 0}, 4.0, 100.0),
+    )
+    point = PriorPoint({WINDOW: 301, DRAFTS: 4}, tps=500.0, ppl=4.1, count=1)
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    enqueue(study, Problem(knobs, 4.2, reference, (point,)), lambda _: None)
+    assert study.get_trials()[0].system_attrs["fixed_params"] == {WINDOW: 288, DRAFTS: 4}
 
 
 def test_a_search_begins_with_what_the_sweep_found(swept, edit_study):

@@ -123,7 +123,8 @@ def enqueue(study: optuna.Study, problem: Problem, note: Callable[[str], None]) 
     found = proposals(problem)
     for p in found:
         why = f"as it did best elsewhere (--prior): {p.tps:.1f} tok/s there"
-        study.enqueue_trial(dict(p.setting), user_attrs={WHY: why})
+        nearest = {knob.name: knob.nearest(int(p.setting[knob.name])) for knob in problem.knobs}
+        study.enqueue_trial(nearest, user_attrs={WHY: why})
     if problem.prior:
         tried = "; ".join(words(p.setting) for p in found) or "none: nothing of it is known to pass here"
         count = f"{len(problem.prior)} points from elsewhere, {len(settled(problem))} settings"
