@@ -139,8 +139,7 @@ def _engines(spec: StudySpec, trials: int) -> Check:
 
 def _fixes_cache(spec: StudySpec) -> bool:
     """Whether the study says how large vLLM's cache is, which fills what memory is left otherwise."""
-    sizes = ("kv_cache_memory_bytes", "kv_cache_gib")
-    return sizes[0] in spec.engine.args or any(knob.name in sizes for knob in spec.build_knobs)
+    return any("kv_cache_memory_bytes" in spec.resolved(b).args for b in builds.all_builds(spec.build_knobs))
 
 
 def _model_words(spec: StudySpec, model: Mapping[str, Any]) -> str:

@@ -59,8 +59,8 @@ def found(summary: Summary) -> list[str]:
 def _others(summary: Summary) -> str:
     """How many the gates beside perplexity refused, where there are such."""
     refused = {name: gate["refused"] for name, gate in summary.gates.items() if name != "ppl"}
-    listed = ", ".join(f"{name} {count}" for name, count in refused.items())
-    return f" or by another gate ({listed})" if refused else ""
+    counts = ", ".join(f"{name} {count}" for name, count in refused.items())
+    return f" or by another gate ({counts})" if refused else ""
 
 
 def _of_front(summary: Summary) -> str:
@@ -75,7 +75,9 @@ def _best_in_others(summary: Summary) -> list[str]:
     if summary.objectives == DEFAULT:
         return []
     lines = []
-    for name in (name for name in summary.objectives if name != "tps"):
+    for name in summary.objectives:
+        if name == "tps":
+            continue
         least, objective = min(summary.front, key=lambda point: point[name]), OBJECTIVES[name]
         lines.append(
             f"Least {objective.words}: trial {least['trial']} ({words(least['knobs'])}): "

@@ -54,17 +54,19 @@ def finalists(store: Store, count: int) -> list[Outcome]:
 
     Of a front of other objectives than TPS and perplexity the fastest, then the best in each of the others.
     """
-    front = [point.trial for point in _in_order(store.front(), store.objectives())]
-    others = sorted((o for o in store.outcomes() if o.state == "COMPLETE"), key=lambda o: -(o.tps or 0.0))
+    outcomes = {outcome.trial: outcome for outcome in store.outcomes()}
+    front = [outcomes[point.trial] for point in _in_order(store.front(), store.objectives())]
+    others = sorted((o for o in outcomes.values() if o.state == "COMPLETE"), key=lambda o: -(o.tps or 0.0))
     chosen: dict[str, Outcome] = {}
-    for outcome in [*filter(None, map(store.outcome, front)), *others]:
+    for outcome in [*front, *others]:
         if outcome.reused_from is None and len(chosen) < count:
             chosen.setdefault(outcome.setting_key, outcome)
     return list(chosen.values())
 
 
 def _in_order(front: Sequence[FrontPoint], objectives: Sequence[str]) -> list[FrontPoint]:
-    fastest = sorted(front, key=lambda point: -point.tps)
+    """A front, slowest first, in the order in which its points become finalists; some stand there twice."""
+    fastest = list(reversed(front))
     if objectives == DEFAULT or not front:
         return fastest
     best = [min(fastest, key=lambda point: losses(point, [name]) or (math.inf,)) for name in objectives]

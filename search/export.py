@@ -78,13 +78,12 @@ def main(argv: list[str] | None = None) -> int:
         manifest = build_manifest(spec, store, outcome)
         write_manifest(manifest, spec, args.out, store.reference_distributions(), args.forms)
         store.add_export(outcome.trial, args.out, finite(manifest))
-        said = (
-            f"claims {confirmation.claimed:.1f} tok/s, borne out by a re-run with a chance of {confirmation.p_pass:.1%}"
-            if confirmation and confirmation.eligible
-            else f"NOT confirmed: the search saw {outcome.tps:.1f} tok/s, and nothing is claimed"
-        )
-        check = f"Check it with: python -m search.verify {args.out}"
-        if not (confirmation and confirmation.eligible):
+        if confirmation and confirmation.eligible:
+            chance = f"borne out by a re-run with a chance of {confirmation.p_pass:.1%}"
+            said = f"claims {confirmation.claimed:.1f} tok/s, {chance}"
+            check = f"Check it with: python -m search.verify {args.out}"
+        else:
+            said = f"NOT confirmed: the search saw {outcome.tps:.1f} tok/s, and nothing is claimed"
             check = "Nothing of it can be verified before it is confirmed: python -m search.run with --confirm 3."
         print(
             f"Wrote {args.out}: trial {outcome.trial} ({words(outcome.setting)}), perplexity {outcome.ppl:.4f}, "

@@ -26,8 +26,7 @@ from search.cli import (
 )
 
 SAMPLERS = ("gated", "tpe", "gp", "nsga2", "random")  # search.samplers has them; naming them here spares its imports
-OF_OTHERS = "tpe"  # the default for other objectives than TPS and perplexity
-WITHOUT_BOTORCH = "tpe"  # and where the packages of the usual one are not installed
+OTHERWISE = "tpe"  # the default where the usual one does not know the objectives, or its packages are not installed
 DEFAULTS = {"trials": 200, "confirm": 3, "storage": DEFAULT_STORAGE, "sampler": "gated", "engine": "vllm", "seed": 0}
 
 
@@ -83,12 +82,12 @@ def main(argv: list[str] | None = None) -> int:
 
         spec = read_study(path)
         if "sampler" not in chosen and spec.objectives != DEFAULT:
-            resolved["sampler"], default_because["sampler"] = OF_OTHERS, ": gated knows no such objectives"
+            resolved["sampler"], default_because["sampler"] = OTHERWISE, ": gated knows no such objectives"
         check_sampler(spec.objectives, resolved["sampler"], bool(args.stop))
         if "sampler" not in chosen and (lacks := missing(resolved["sampler"])):
             if args.stop:
                 fail(f"--stop auto needs {' and '.join(lacks)}: pip install {' '.join(lacks)}.")
-            resolved["sampler"], default_because["sampler"] = WITHOUT_BOTORCH, f": {lacks[0]} is not installed"
+            resolved["sampler"], default_because["sampler"] = OTHERWISE, f": {lacks[0]} is not installed"
         if args.ppl_ceiling is not None:
             spec = spec.with_ceiling(args.ppl_ceiling)
         fleet = None

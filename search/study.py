@@ -130,7 +130,6 @@ def search(spec: StudySpec, options: Options, observer: StudyObserver) -> Summar
     """
     started = time.perf_counter()
     check_sampler(spec.objectives, options.sampler, options.stop_early)
-    _prior(spec, options)  # what is wrong with it is said before an engine starts
     if options.engine == "vllm":
         check_inputs(spec)
         if "energy_j" in spec.objectives and gpu.energy_j() is None:
@@ -167,7 +166,9 @@ def _search(
     started: float,
 ) -> Summary:
     if store.finished() < options.trials:
-        problem = _reference_first(spec, options, study, store, laboratory, observer)
+        # Read before an engine starts, as what is wrong with it can be said then.
+        prior = read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
+        problem = _reference_first(spec, prior, study, store, laboratory, observer)
         observer.opened(store.finished(), options.trials)
         default = default_setting(spec, laboratory.native)
         turns = Turns(spec, options.trials, options.seed, problem, default, observer.note)
@@ -180,7 +181,7 @@ def _search(
 
 def _reference_first(
     spec: StudySpec,
-    options: Options,
+    prior: tuple[PriorPoint, ...],
     study: optuna.Study,
     store: Store,
     laboratory: Laboratory,
@@ -208,12 +209,12 @@ def _reference_first(
                 live = {k.name for k in spec.knobs_of(first)}
                 default = default_setting(spec, native)
                 study.enqueue_trial(first | {name: v for name, v in default.items() if name in live})
-                enqueue(study, _problem(spec, options, store), observer.note)
+                enqueue(study, _problem(spec, prior, store), observer.note)
         finally:
             store.free_unfinished_slot(REFERENCE)
     laboratory.measure_reference()
     laboratory.recall()
-    return _problem(spec, options, store)
+    return _problem(spec, prior, store)
 
 
 @contextmanager
@@ -239,17 +240,13 @@ def _own_value(knob: Knob, native: Mapping[str, Any]) -> int:
     return knob.nearest((knob.low + knob.high) // 2)
 
 
-def _problem(spec: StudySpec, options: Options, store: Store) -> Problem:
+def _problem(spec: StudySpec, prior: tuple[PriorPoint, ...], store: Store) -> Problem:
     """What a sampler is told of the study; its reference must have been measured."""
     found = store.outcome(REFERENCE)
     assert found is not None and found.ceiling is not None and found.ppl is not None and found.tps is not None
     first = builds.base(spec.build_knobs)
     reference = Reference(found.setting, found.ppl, found.tps, found.figures or {})
-    return Problem(spec.knobs_of(first), found.ceiling, reference, _prior(spec, options), first)
-
-
-def _prior(spec: StudySpec, options: Options) -> tuple[PriorPoint, ...]:
-    return read_prior(options.prior, spec.knobs, spec.name) if options.prior else ()
+    return Problem(spec.knobs_of(first), found.ceiling, reference, prior, first)
 
 
 def _loop(

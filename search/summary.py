@@ -10,7 +10,7 @@ from typing import Any
 from search.errors import SearchError
 from search.gates import refusers
 from search.knobs import METHOD
-from search.objectives import MORE
+from search.objectives import MORE, value
 from search.store import REFERENCE, Confirmation, FrontPoint, Outcome, Store
 
 
@@ -117,7 +117,7 @@ def summarize(store: Store, engine_starts: int, wall_s: float) -> Summary:
 
 def _figures(point: Outcome | FrontPoint) -> dict[str, float | None]:
     """A measured trial's latency, memory and energy; None where it was not measured."""
-    return {name: (point.figures or {}).get(name) for name in MORE}
+    return {name: value(point, name) for name in MORE}
 
 
 def _others(gates: Mapping[str, Any]) -> dict[str, float]:

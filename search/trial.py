@@ -190,7 +190,7 @@ class Laboratory:
                 gated = self._perplexity.measure_reference(first.setting, effective, "card")
             with self._session.within("speed"):
                 found, passes = self._throughput.measure_reference(first.setting, effective, CARD_PASSES)
-            require_objectives(found, self._spec.objectives)
+            _require_objectives(found, self._spec.objectives)
             return [gated, *passes]
 
         try:
@@ -353,7 +353,7 @@ class Laboratory:
         self._ceiling = self._spec.gate.ppl or (self._spec.gate.ratio or 1.0) * ppl
         self._card = self._environment().card
         outcome = self._outcome(REFERENCE, setting, started, "COMPLETE", ppl=ppl, found=found)
-        require_objectives(found, self._spec.objectives)
+        _require_objectives(found, self._spec.objectives)
         findings = [*self._perplexity.of_reference(gated, self._ceiling), *(finding for finding, _ in answered)]
         outcome.gates = self._gates(findings)
         self._store.finish(outcome, [gated, *(row for _, row in answered), *rows])
@@ -438,7 +438,7 @@ class Laboratory:
         )
 
 
-def require_objectives(found: SpeedResult, objectives: Sequence[str]) -> None:
+def _require_objectives(found: SpeedResult, objectives: Sequence[str]) -> None:
     """Check that the reference setting has every figure that the front is made of.
 
     Raises:

@@ -15,7 +15,7 @@ from test_study import Silent
 from search.review import ReviewStorage
 from search.spec import read_study
 from search.store import Store, open_engine
-from search.study import Options, search
+from search.study import search
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def url(tmp_path):
 
 
 @pytest.fixture
-def run(study_folder, tmp_path, url):
+def run(study_folder, options):
     def run(trials, engine="simulated", observer=None):
-        options = Options(trials, 0, url, engine, "random", 0, None, tmp_path / "logs")
-        return search(read_study(study_folder), options, observer or Silent())
+        asked = options(trials, engine=engine, sampler="random")
+        return search(read_study(study_folder), asked, observer or Silent())
 
     return run
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -22,7 +23,7 @@ from search.review import ReviewStorage, study_note, trial_note
 from search.spec import read_study
 from search.store import REFERENCE
 from search.store.frames import frames
-from search.study import Options, search
+from search.study import search
 
 ALL = (
     "gate:\n  records: records.jsonl\n  ceiling: {ratio: 1.05}\n  agreement: {top1: 0.96, kl: 0.04}\n"
@@ -51,13 +52,9 @@ def gated(edit_study):
 
 
 @pytest.fixture
-def options(tmp_path):
-    """So many trials on the simulated engine."""
-
-    def make(trials, sampler="random"):
-        return Options(trials, 0, f"sqlite:///{tmp_path}/study.db", "simulated", sampler, 0, None, tmp_path / "logs")
-
-    return make
+def options(options):
+    """Drawn at random, unless a test asks for another sampler."""
+    return partial(options, sampler="random")
 
 
 def tasks_alone(**keys):

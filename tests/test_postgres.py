@@ -9,7 +9,7 @@ from test_study import Silent
 from search.errors import SearchError
 from search.spec import read_study
 from search.store import Store, full_url, open_engine
-from search.study import Options, search
+from search.study import search
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def url(postgres):
 
 
 @pytest.fixture
-def options(url, tmp_path, monkeypatch):
+def asked(options, url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the spool is, beside no file
-    return Options(12, 0, url, "simulated", "tpe", 0, None, tmp_path / "logs")
+    return options(12, storage=url)
 
 
 def end_every_connection(url):
@@ -46,11 +46,11 @@ def check(url, summary):
             assert len(store.measurements("speed", "done", outcome.trial)) == 1
 
 
-def test_a_search_on_postgresql_finishes(study_folder, options, url):
-    check(url, search(read_study(study_folder), options, Silent()))
+def test_a_search_on_postgresql_finishes(study_folder, asked, url):
+    check(url, search(read_study(study_folder), asked, Silent()))
 
 
-def test_connections_that_were_cut_are_made_again(study_folder, options, url):
+def test_connections_that_were_cut_are_made_again(study_folder, asked, url):
     observer, cut = Silent(), []
 
     def on_stage(trial, stage, done):
@@ -59,12 +59,12 @@ def test_connections_that_were_cut_are_made_again(study_folder, options, url):
             end_every_connection(url)
 
     observer.on_stage = on_stage
-    check(url, search(read_study(study_folder), options, observer))
+    check(url, search(read_study(study_folder), asked, observer))
     assert cut
 
 
 def test_what_a_lost_server_did_not_take_waits_and_is_taken_in(
-    study_folder, options, url, postgres, tmp_path, monkeypatch
+    study_folder, asked, url, postgres, tmp_path, monkeypatch
 ):
     observer = Silent()
     monkeypatch.setattr("search.store.patience.PATIENCE_S", 0.5)
@@ -77,9 +77,9 @@ def test_what_a_lost_server_did_not_take_waits_and_is_taken_in(
 
     observer.on_stage = on_stage
     with pytest.raises(SearchError, match=r"cannot be written .* kept in .*synthetic-simulated.spool"):
-        search(read_study(study_folder), options, observer)
+        search(read_study(study_folder), asked, observer)
     postgres.psql("ALTER DATABASE search ALLOW_CONNECTIONS true")
     again = Silent()
-    check(url, search(read_study(study_folder), options, again))
+    check(url, search(read_study(study_folder), asked, again))
     assert any("Taken in from the spool: 1" in note for note in again.notes)
     assert not list(tmp_path.glob("*.spool*"))

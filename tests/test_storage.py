@@ -1,5 +1,7 @@
 """Optuna's storage as searchers share it, against Optuna's own on the same database."""
 
+from functools import partial
+
 import optuna
 import pytest
 from optuna.distributions import IntDistribution
@@ -13,7 +15,7 @@ from search.recovery import open_study
 from search.spec import read_study
 from search.storage import ask, end_trial, shared_storage
 from search.store import full_url, open_engine
-from search.study import Options, search
+from search.study import search
 
 RANGES = {"sliding_window": IntDistribution(16, 512, step=4), "num_speculative_tokens": IntDistribution(0, 10)}
 
@@ -95,7 +97,7 @@ def test_a_trial_of_another_searcher_is_seen_by_the_next_ask(study, database_url
     assert study.get_trials(deepcopy=False)[theirs.number].values == [100.0, 2.5]
 
 
-def test_a_trial_is_a_dozen_transactions_at_most(study_folder, database_url, tmp_path, monkeypatch):
+def test_a_trial_is_a_dozen_transactions_at_most(study_folder, options, database_url, tmp_path, monkeypatch):
     """Each is waited for by a disk, and each holds locks that others wait for."""
     monkeypatch.chdir(tmp_path)
     counts = {"commit": 0, "statement": 0}
@@ -106,12 +108,12 @@ def test_a_trial_is_a_dozen_transactions_at_most(study_folder, database_url, tmp
     def statement(*_):
         counts["statement"] += 1
 
-    options = Options(5, 0, database_url, "simulated", "random", 0, None, tmp_path / "logs")
-    search(read_study(study_folder), options, Silent())
+    asked = partial(options, storage=database_url, sampler="random")
+    search(read_study(study_folder), asked(5), Silent())
     event.listen(Engine, "commit", commit)
     event.listen(Engine, "before_cursor_execute", statement)
     try:
-        search(read_study(study_folder), Options(**{**vars(options), "trials": 45}), Silent())
+        search(read_study(study_folder), asked(45), Silent())
     finally:
         event.remove(Engine, "commit", commit)
         event.remove(Engine, "before_cursor_execute", statement)

@@ -93,10 +93,8 @@ def test_what_a_sweep_found_at_the_models_own_window_is_proposed_and_no_other_as
 
 
 def test_points_from_elsewhere_are_tried_on_the_studys_own_steps():
-    knobs, reference = (
-        (Knob(WINDOW, 32, 512, step=32), Knob(DRAFTS, 0, 10)),
-        Reference({WINDOW: 512, DRAFTS: 0}, 4.0, 100.0),
-    )
+    knobs = Knob(WINDOW, 32, 512, step=32), Knob(DRAFTS, 0, 10)
+    reference = Reference({WINDOW: 512, DRAFTS: 0}, ppl=4.0, tps=100.0)
     point = PriorPoint({WINDOW: 301, DRAFTS: 4}, tps=500.0, ppl=4.1, count=1)
     study = optuna.create_study(directions=["maximize", "minimize"])
     enqueue(study, Problem(knobs, 4.2, reference, (point,)), lambda _: None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from search.errors import SearchError
 from search.gates import refusers
 from search.knobs import KNOWN
-from search.objectives import MORE
+from search.objectives import MORE, value
 from search.store.database import open_engine, study_names
 from search.store.models import Measurement, Outcome
 from search.store.slots import REFERENCE
@@ -128,7 +128,7 @@ def _trial(outcome: Outcome, accepted: dict[int, Any], front: set[int], knobs: t
         **{name: outcome.setting.get(name) for name in knobs},
         "on_front": outcome.trial in front,
         "acceptance_rate": accepted.get(outcome.source),
-        **{name: (outcome.figures or {}).get(name) for name in MORE},
+        **{name: value(outcome, name) for name in MORE},
         "finished_at": outcome.created_at,
     }
 

@@ -174,7 +174,7 @@ class Outcome(Base):
     another had refused the setting. It is None in rows from before 0005. The reference setting's stands under trial -1.
     `tps` and its interval are on the scale of the card that the reference was measured on; `card` is the one that the
     trial was measured on, and `card_tps` what it showed there. `figures` are what was measured beside its speed (see
-    `search.objectives`), times on the same scale; None in rows from before 0006. `reason` says why it ended as it did.
+    `search.objectives`), on the same scale; None in rows from before 0006. `reason` says why it ended as it did.
     Of a failed trial `failure` is the protocol's failure kind, beside the stage that failed and the worker's log.
     `warning` says what is wrong with the model that was measured.
     """
