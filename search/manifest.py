@@ -71,6 +71,11 @@ def patch_keys(facts: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str
     return {key: "1" for key, least in LEAST_DRAFTS.items() if setting.get(key, key in acted) and drafts >= least}
 
 
+def shell_keys(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of vLLM that stood in the shell where a setting was measured, and acted there."""
+    return dict(facts.get("shell") or {})
+
+
 def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str, Any]:
     """The manifest of one measured trial of `store`. What was not measured is None.
 
@@ -96,7 +101,7 @@ def build_manifest(spec: StudySpec, store: Store, outcome: Outcome) -> dict[str,
         "served_model_name": spec.engine.model_name,
         "port": PORT,
         "serve": "python serve.py",
-        "env": environment_keys(spec, outcome.setting) | patch_keys(facts, outcome.setting),
+        "env": shell_keys(facts) | environment_keys(spec, outcome.setting) | patch_keys(facts, outcome.setting),
         "confirmed": confirmation.eligible if confirmation else None,
         "evidence": {
             "tps": {

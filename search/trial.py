@@ -464,7 +464,7 @@ def check_same_build(first: Environment, here: Environment) -> None:
         SearchError: they do not.
     """
     same = ("model_hash", "drafter_hash")
-    facts = ("engine", "vllm", "torch", "patches")
+    facts = ("engine", "vllm", "torch", "patches", "shell")
     if any(getattr(first, name) != getattr(here, name) for name in same) or any(
         first.facts.get(name) != here.facts.get(name) for name in facts
     ):

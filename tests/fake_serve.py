@@ -18,9 +18,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_): ...
 
-    def answer(self, body):
+    def answer(self, body, status=200):
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -34,7 +34,10 @@ class Handler(BaseHTTPRequestHandler):
             f"vllm:spec_decode_num_draft_tokens_total{{}} {drafts * fake['drafts']}\n"
             f"vllm:prefix_cache_hits_total{{}} {fake.get('cached', 0)}\n",
         }
-        self.answer(answers[self.path])
+        if self.path in fake.get("refuses", ()):
+            self.answer({"error": fake["refuses"][self.path]}, 500)
+        else:
+            self.answer(answers[self.path])
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

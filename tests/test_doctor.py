@@ -3,6 +3,7 @@
 import json
 import shutil
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 from conftest import MINIATURE
@@ -60,6 +61,17 @@ def test_whether_energy_can_be_counted_is_said_where_it_is_an_objective(study, e
     monkeypatch.setattr("search.engine.gpu.energy_j", lambda: counted)
     code, checks, _ = examined()
     assert checks["energy"]["verdict"] == verdict and code == (verdict == "bad")
+
+
+@pytest.mark.parametrize(("installed", "verdict"), [(True, "good"), (False, "doubtful")])
+def test_patches_that_a_server_would_not_find_are_doubtful(study, examined, monkeypatch, installed, verdict):
+    points = [SimpleNamespace(name="vllm_pareto")] if installed else []
+    monkeypatch.setattr(checkup, "entry_points", lambda group: points)
+    assert "patches" not in examined()[1]
+    text = (study / "study.yaml").read_text()
+    (study / "study.yaml").write_text(text.replace("workload:", "  FA_SLIDING: {low: 0, high: 1}\nworkload:"))
+    _, checks, _ = examined()
+    assert (checks["patches"]["verdict"], checks["patches"]["says"][:10]) == (verdict, "FA_SLIDING")
 
 
 def test_a_drafter_of_another_model_is_bad_and_said_with_its_line(study, examined):

@@ -505,23 +505,44 @@ def test_a_key_that_no_plugin_honours_is_a_mismatch_not_a_reading(vllm, monkeypa
     assert caught.value.kind == "mismatch"
 
 
-def test_a_server_answers_with_its_workers_patches(monkeypatch):
+@pytest.fixture
+def answer(monkeypatch):
+    """What a warm server says to a GET: status and JSON."""
     monkeypatch.setattr("search.engine.readback.warm", SimpleNamespace(is_set=lambda: True))
-    asked, sent = [], []
+
+    def get(path, collective_rpc):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        client = SimpleNamespace(collective_rpc=collective_rpc)
+        scope = {"type": "http", "path": path, "app": SimpleNamespace(state=SimpleNamespace(engine_client=client))}
+        asyncio.run(EffectiveKnobs(None)(scope, None, send))
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+    return get
+
+
+def test_a_server_answers_with_its_workers_patches(answer):
+    asked = []
 
     async def collective_rpc(method):
         asked.append(method)
         return [{"FA_SLIDING": {"taken": 42, "left": 0}}, "another worker"]
 
-    async def send(message):
-        sent.append(message)
-
-    client = SimpleNamespace(collective_rpc=collective_rpc)
-    scope = {"type": "http", "path": "/patches", "app": SimpleNamespace(state=SimpleNamespace(engine_client=client))}
-    asyncio.run(EffectiveKnobs(None)(scope, None, send))
+    assert answer("/patches", collective_rpc) == (200, {"FA_SLIDING": {"taken": 42, "left": 0}})
     assert asked == ["active_patches"]
-    assert sent[0]["status"] == 200
-    assert json.loads(sent[1]["body"]) == {"FA_SLIDING": {"taken": 42, "left": 0}}
+
+
+def test_a_server_whose_worker_refuses_says_why(answer):
+    async def collective_rpc(method):
+        raise Exception("Call to collective_rpc method failed: FA_SLIDING cannot act")  # as vLLM does
+
+    assert answer("/effective", collective_rpc) == (
+        500,
+        {"error": "Call to collective_rpc method failed: FA_SLIDING cannot act"},
+    )
 
 
 # Manifest.

@@ -79,6 +79,18 @@ def store(tmp_path):
     return store
 
 
+def test_keys_of_vllm_that_the_shell_had_set_are_carried_along_and_the_studys_own_win(edit_study, model_folder, store):
+    target = model_folder("target", {"text_config": {"sliding_window": 512}})
+    environment = store.environments()[0].id
+    store.add_facts(environment, {"shell": {"VLLM_A": "0", "VLLM_B": "of the shell"}})
+    edit_study("model: example/model", f"model: {target}")
+    folder = edit_study("knobs:", "knobs:\n  env.VLLM_B: {choices: [of the study, other]}")
+    outcome = store.outcome(17)
+    outcome.setting = {**outcome.setting, "env.VLLM_B": "of the study"}
+    env = build_manifest(read_study(folder), store, outcome)["env"]
+    assert (env["VLLM_A"], env["VLLM_B"]) == ("0", "of the study")
+
+
 def test_every_key_follows_from_the_setting_and_is_text(spec):
     keys = environment_keys(spec, SETTING)
     assert all(isinstance(value, str) for value in keys.values())

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import write_lines
+from conftest import ROOT, write_lines
 
 from search import verify
 from search.agreement import TOP, pack
 from search.data import content_hash, read_records
-from search.endpoint import Endpoint, EndpointError
+from search.endpoint import Endpoint, EndpointError, served_environment
 from search.folder import manifest_hash, reference_lines
 from search.modelfiles import file_hash
 from search.spec import LimitSpec
@@ -263,6 +263,29 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(exported, tmp_path):
         time.sleep(1.1)
         with pytest.raises(EndpointError, match="took longer than 1 s"):
             endpoint.effective()
+
+
+def test_a_server_that_refuses_is_quoted(exported, tmp_path):
+    refusing = forge(exported, refuses={"/effective": "FA_SLIDING cannot act"})
+    with (
+        Endpoint(refusing, tmp_path / "log", LimitSpec()) as endpoint,
+        pytest.raises(EndpointError, match="did not answer /effective as it should: 500, .*FA_SLIDING cannot act"),
+    ):
+        endpoint.effective()
+
+
+@pytest.mark.parametrize(
+    ("where", "said", "found"),
+    [("elsewhere", "", None), ("elsewhere", "libs:/opt/libs", "{here}/libs:/opt/libs"), ("checkout", "", "{here}")],
+)
+def test_a_server_finds_the_packages_of_who_started_it(tmp_path, monkeypatch, where, said, found):
+    here = tmp_path if where == "elsewhere" else ROOT
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", said)
+    monkeypatch.setenv("SOME_SECRET", "s")
+    environment = served_environment()
+    assert environment.get("PYTHONPATH") == (found and found.format(here=here))
+    assert "SOME_SECRET" not in environment
 
 
 def test_an_answer_with_too_few_tokens_is_no_completion(exported, tmp_path):

@@ -72,7 +72,11 @@ class EffectiveKnobs:
             await _answer(send, 503, {"error": "warming up"})
         elif scope["type"] == "http" and scope["path"] in self._ANSWERS:
             client = scope["app"].state.engine_client
-            await _answer(send, 200, (await client.collective_rpc(self._ANSWERS[scope["path"]]))[0])
+            try:
+                status, answer = 200, (await client.collective_rpc(self._ANSWERS[scope["path"]]))[0]
+            except Exception as error:  # vLLM raises no narrower one for what a worker refused
+                status, answer = 500, {"error": str(error)}
+            await _answer(send, status, answer)
         else:
             await self._app(scope, receive, send)
 

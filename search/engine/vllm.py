@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import msgspec
 import torch
-from vllm import LLM, EngineArgs, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams, envs
 from vllm.version import __version__ as vllm_version
 
 from kernels import plugin
@@ -97,6 +97,8 @@ class VllmEngine:
         self._llm = _build(args, [key for key in searched if request.limits[key]])
         self._arrivals = Arrivals(self._llm.llm_engine)
         self._live = LiveKnobs(self._llm.llm_engine.engine_core.engine_core)
+        software = [vllm_version, str(torch.__version__), _processor(), sorted(plugin.report())]
+        shell = _shell(request.environment)
         asked = request.build_args | request.build
         require_built(self._live.built(asked), asked)
         gc.collect()
@@ -106,10 +108,8 @@ class VllmEngine:
             vocabulary=int(config["vocab_size"]),
             model_hash=file_hash(target),
             drafter_hash=file_hash(drafter) if drafter else None,
-            build_hash=json_hash(
-                [vllm_version, str(torch.__version__), _processor(), sorted(plugin.report()), request.args]
-            ),
-            environment=_environment() | _compiled(self._llm.llm_engine.vllm_config.compilation_config),
+            build_hash=json_hash([*software, request.args, *shell.values()]),
+            environment=_environment() | shell | _compiled(self._llm.llm_engine.vllm_config.compilation_config),
             start_s=time.perf_counter() - started,
             step_bytes=_step_bytes(self._live.model),
             bandwidth=gpu.peak_bandwidth() if torch.cuda.is_available() else None,
@@ -360,6 +360,17 @@ def _cpu_models(cpuinfo: Path) -> Iterable[str]:
     for line in cpuinfo.read_text().splitlines():
         if line.startswith("model name"):
             yield line.partition(":")[2].strip()
+
+
+def _shell(built: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Under "shell", vLLM's keys that this process was started with, besides those of the study (`built`), if any.
+
+    Not those that vLLM keeps out of the keys of its compile cache: folders, addresses, logging, credentials.
+    """
+    started = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")  # vLLM adds to os.environ
+    keys = dict(line.partition("=")[::2] for line in started if line.startswith("VLLM_"))
+    found = {name: keys[name] for name in sorted(envs.compile_factors()) if name in keys and name not in built}
+    return {"shell": found} if found else {}
 
 
 def _compiled(config: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from search.stages.base import Observer, Stage, score
 from search.store import REFERENCE, Measurement, Store
 
 OTHER_BUILD = (
-    "The model or the engine's build is not the one that the study's reference was measured on, and their figures "
-    "cannot be compared: start a new study (another --storage)."
+    "The model or the engine's build, vLLM's environment keys among it, is not the one that the study's reference was "
+    "measured on, and their figures cannot be compared: start a new study (another --storage)."
 )
 REMEMBER_S = 0.5  # between two writes of scores: a GPU scores a record in a few milliseconds
 SAME_NLL = 1e-6  # nats a token: two scorings of one quality setting agree within this
