@@ -319,7 +319,7 @@ def test_the_challenges_evaluator_can_run_an_exported_folder(exported, study_fol
 def test_a_claim_of_waves_is_held_against_waves(exported, capsys, tmp_path):
     manifest = json.loads((exported / "manifest.json").read_text())
     manifest["evidence"]["concurrency"] = 2
-    manifest["evidence"]["tps"]["claimed"] *= 2  # what prompts that are asked for one by one do not reach
+    manifest["evidence"]["tps"]["claimed"] *= 1.8  # what prompts that are asked for one by one do not reach
     write(exported, manifest)
     many = tmp_path / "many.jsonl"
     write_lines(many, [{"id": i, "prompt_token_ids": [i + 1, 2, 3]} for i in range(4)])
