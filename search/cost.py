@@ -23,8 +23,8 @@ class StageCost:
 def stage_costs(store: Store) -> list[StageCost]:
     """One line a kind of work that was done at all; the reference setting's stages are left out.
 
-    Applying counts the probe that is decoded after a change. Speed counts the timed prompts alone; a trial's whole
-    time also holds controls and what the search itself takes.
+    Applying counts the probe that is decoded after a change. Speed counts the timed prompts alone, controls what the
+    reference setting took between them; a trial's whole time also holds what the search itself takes.
     """
     stages = [m for m in store.stages() if m.trial != REFERENCE]
     gates = [m for m in stages if m.stage == "gate"]
@@ -38,6 +38,7 @@ def stage_costs(store: Store) -> list[StageCost]:
         "gate, remembered": [m.wall_s for m in remembered],
         "tasks, answered": [m.wall_s for m in stages if (m.stage, m.status) == ("tasks", "done")],
         "speed": timed,
+        "controls": [m.wall_s for m in stages if m.stage == "speed" and m.status in ("control", "drift")],
         "trial under the ceiling": [o.wall_s for o in trials if o.state == "COMPLETE"],
         "trial over the ceiling": [o.wall_s for o in trials if o.state == "PRUNED"],
     }

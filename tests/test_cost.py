@@ -1,5 +1,7 @@
 """What a study's trials cost, by stage."""
 
+import math
+
 import pytest
 
 from search.cost import stage_costs, table
@@ -20,6 +22,9 @@ def test_every_stage_of_every_trial_is_counted_once(store):
     assert costs["gate, scored"].times + costs["gate, remembered"].times == len(measured)
     assert costs["speed"].times == costs["trial under the ceiling"].times == len(under)
     assert costs["trial under the ceiling"].total_s == pytest.approx(sum(o.wall_s for o in under))
+    timings = [m for m in store.stages() if m.stage == "speed" and m.trial >= 0]
+    assert math.fsum(m.wall_s for m in timings) == pytest.approx(costs["speed"].total_s + costs["controls"].total_s)
+    assert costs["controls"].times == sum(m.status in ("control", "drift") for m in timings) > 0
     assert costs["gate, remembered"].median_s < costs["gate, scored"].median_s
 
 
